@@ -31,7 +31,7 @@ Grown = dict[str, list[tuple[int, float, float]]]  # by way: world size, error, 
 
 
 def gradients(world: int, numel: int) -> list[Tensor]:
-    """What ranks might have to average: a common direction, and noise as strong."""
+    """Return gradients to average: a common direction, and noise as strong."""
     generator = torch.Generator().manual_seed(SEED)
     common = torch.randn(numel, generator=generator)
     return [common + torch.randn(numel, generator=generator) for _ in range(world)]
@@ -43,7 +43,7 @@ def exact_average(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def coded_average(tensors: Sequence[Tensor], name: str, gather: bool = False) -> Tensor:
-    """What every rank would get of a bucket in the format `name`, fp64."""
+    """Return the average that every rank would get from a bucket in the format `name`, fp64."""
     averaged: Tensor = extension.load().wire_average(list(tensors), name, gather)
     return averaged.double()
 

@@ -95,7 +95,7 @@ def run(parts: Sequence[Part]) -> int:
 
 
 def possible(parts: Sequence[Part]) -> Sequence[Part]:
-    """Those of the parts that this machine can run; says which it cannot."""
+    """Return the parts that this machine can run, and print those that it cannot."""
     reason = netns.missing_rights() if any(part.on_links for part in parts) else None
     if not reason:
         return parts

@@ -1,15 +1,15 @@
-"""What clipping gradients costs: steps that clip them over steps of the same model that do not.
+"""Cost of clipping gradients: steps that clip over steps of the same model that do not.
 
     python -m bench clip --models gpt2 --seconds 120 --json out/clip.json
 
 [Note: Small differences]
-Clipping takes less than whole steps differ by. So steps of one model, with AdamW, are compared, in
-blocks of one step of each way, in an order that all ranks draw alike. A step's time is the mean of
-the ranks'. Forward and backward know nothing of what comes after: the cost is what a step takes
-after its backward, less what the one without clipping in its block does, over the median step.
-Shown are medians and 95 % intervals of order statistics.
+Clipping takes less time than the differences between whole steps. So steps of one model, with
+AdamW, are compared in blocks of one step per variant, in an order that all ranks draw alike. A
+step's time is the mean over the ranks. Clipping does not affect forward and backward: the cost is
+the time of a step after its backward, less that of the step without clipping in the same block,
+over the median step. The table shows medians and 95 % intervals of order statistics.
 
-The learning rate is 0, so that all steps do the same work; and all ways must find the same norms.
+The learning rate is 0, so that all steps do the same work. All variants must find the same norms.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Task:
     Attributes:
         loss: of a model and a batch.
         batch: for a rank and a step.
-        held_out: batches that nobody trains on.
+        held_out: batches that are not trained on.
     """
 
     build: Callable[[], nn.Module]
@@ -160,7 +160,7 @@ def train(task: Task, wire: Any, steps: int, group: Group) -> Curve:
 
 
 def recommended(name: str, steps: int) -> Wire | None:
-    """What docs/tuning.md advises for a training of `steps`; None: the name alone."""
+    """Return the wire that docs/tuning.md advises for `steps` steps; None: the name alone."""
     if name == "topk":
         return Wire(TopK(0.1), warmup_steps=steps // 2)
     return None

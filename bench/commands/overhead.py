@@ -1,11 +1,11 @@
-"""What synchronisation costs beside the model: device time, host time and kernels of a step.
+"""Cost of synchronisation beside the model: device time, host time and kernels of a step.
 
     python -m bench overhead --ranks 1 --models gpt2,resnet50,small --json out/overhead.json
     python -m bench overhead --ranks 2 --sockets --models gpt2 --traces out
 
-With one rank there is nothing to send, so a step should cost what it costs without a wrapper.
-Variants run in bursts, in turn; ratios are taken within a round. A burst's steps follow each other
-without waiting for the device. `host` is the time that `backward()` keeps the host.
+With one rank there is nothing to send, so a step should cost as much as without a wrapper.
+Variants run in bursts, in turn; ratios are taken within a round. The steps of a burst follow each
+other without a wait for the device. `host` is the time that `backward()` occupies the host.
 
 On a GPU, steps of rank 0 are then profiled. NCCL's kernels are communication, all others
 computation; a time at which only the former run is exposed. --traces writes the profiles too.

@@ -133,7 +133,7 @@ def measure(
     kind=KIND,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
-    """Those of the links that this rank's place allows."""
+    """Measure the links that this rank's seat allows."""
     link = Link.here(group.world)
     for name in link.these(args.links):
         link.shape(name.rate)

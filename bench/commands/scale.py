@@ -1,13 +1,13 @@
-"""What synchronisation costs the host as models and worlds grow: planning, wrapping, stepping.
+"""Cost of synchronisation on the host as models and worlds grow: planning, wrapping, stepping.
 
     python -m bench scale --parameters 10,100,1000,10000 --worlds 2,64,4096 --json out/scale.json
 
-Parameters of 16 elements each, whose gradients are made beforehand: no layer computes, and a step
-is hooks, buckets and collectives. First in one process, on fake process groups of any size, whose
-collectives do nothing: the time of a plan, of wrapping a module (what is compiled or loaded once is
-left out) and of a backward. torch's DDP cannot run a backward on a fake group. Then on two real
-ranks over loopback, beside torch's DDP. From each backward that of the bare module in the same
-round is subtracted.
+Parameters have 16 elements each, and their gradients are made beforehand: no layer computes, and a
+step consists of hooks, buckets and collectives. The first part runs in one process, on fake process
+groups of any size, whose collectives do nothing. It times a plan, the wrapping of a module (without
+one-time compilation and loading) and a backward. torch's DDP cannot run a backward on a fake group.
+The second part runs on two real ranks over loopback, beside torch's DDP. The time of the bare
+module's backward in the same round is subtracted from each backward.
 """
 
 from __future__ import annotations

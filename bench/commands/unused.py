@@ -1,12 +1,12 @@
-"""What parameters without gradient cost, in time and in collectives.
+"""Cost of parameters without gradient, in time and in collectives.
 
     python -m bench unused --rounds 100 --json out/unused.json
 
-The model is a stack of residual blocks, of which every fourth is left out of the forward. That
-saves its compute, whatever wraps the model; so each wrapper is compared with the bare model of the
-same control flow. The cost of unused parameters is what synchronisation exposes with them, less
-what it exposes without them, in the same round; it is given relative to the step of the model that
-uses all. Collectives are counted by torch's profiler, in a step after the timed ones.
+The model is a stack of residual blocks, every fourth of which is left out of the forward. That
+saves its compute under any wrapper, so each wrapper is compared with the bare model of the same
+control flow. The cost of unused parameters is the exposed synchronisation with them, less that
+without them, in the same round; it is given relative to the step of the model that uses all
+parameters. torch's profiler counts collectives, in a step after the timed ones.
 """
 
 from __future__ import annotations

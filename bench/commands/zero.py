@@ -80,12 +80,12 @@ def by_units(fully_shard: Callable[..., object], reshard: bool) -> Make:
 
 @dataclass(frozen=True)
 class Stages:
-    """What is compared.
+    """The variants of one comparison.
 
     Attributes:
-        wrapped: options of FastDDP, by way.
-        others: ways without it.
-        bases: what steps are compared with; where there is none, the fastest of torch's ways.
+        wrapped: options of FastDDP, by variant.
+        others: variants without FastDDP.
+        bases: variants that steps are compared with; empty: the fastest of torch's.
     """
 
     wrapped: Mapping[str, Mapping[str, object]]

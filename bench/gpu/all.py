@@ -4,9 +4,9 @@
     python -m bench gpu_all --out DIR --seconds 570 --only build,units,kernels
     python -m bench gpu_all --rehearse              # on a CPU: what can be tried without a GPU
 
-Stages run in the order of their value, each for at most its own time; one that fails does not stop
-the others. What a stage has measured is kept at once, also when the command is stopped. docs/gpu.md
-says what each of them shows. The exit code is 1 where a stage failed.
+Stages run in the order of their value, each for at most its own time; a stage that fails does not
+stop the others. A stage's measurements are kept at once, also when the command is stopped.
+docs/gpu.md says what each stage shows. The exit code is 1 if a stage failed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
 @dataclass
 class Outcome:
-    """What became of a stage: PASSED, FAILED or SKIPPED, after how many seconds, and why."""
+    """Outcome of a stage: PASSED, FAILED or SKIPPED, after how many seconds, and why."""
 
     stage: str
     status: str
@@ -62,8 +62,8 @@ class Session:
     """One call of the command.
 
     Attributes:
-        keep: where results are copied to after each stage; None: nowhere.
-        deadline: on the monotonic clock, when everything must have ended.
+        keep: folder that results are copied to after each stage; None: nowhere.
+        deadline: time on the monotonic clock by which everything must have ended.
         variables: of the environment, for the stages.
         packed: whether only the summary and one file with all results are kept.
         mps: whether stages whose ranks share a GPU may start an MPS daemon.

@@ -42,12 +42,12 @@ KERNELS = "regex:transfer_kernel|encode_kernel|decode_kernel|reduce_kernel"
 
 @dataclass(frozen=True)
 class Context:
-    """Where and on what the stages run.
+    """The folders and GPUs that the stages run with.
 
     Attributes:
         work: for logs and builds.
         results: for the JSON files that are kept.
-        gpus: how many there are; 0 in a rehearsal.
+        gpus: number of GPUs; 0 in a rehearsal.
     """
 
     work: Path

@@ -52,9 +52,9 @@ class BareList(nn.Module):
 
 
 class BareCollectives:
-    """Sums each gradient where it is, as soon as it is there: no packing, no average, no check.
+    """Sums each gradient in place, as soon as it is ready: no packing, no average, no check.
 
-    Nobody trains like this. It is what the backend itself takes where nothing else is in its way.
+    No training works like this. It shows the time of the backend itself, without other costs.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -128,7 +128,7 @@ def workload(name: str, args: argparse.Namespace) -> Workload:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a benchmark has found: a text to print, and what it adds to the result."""
+    """A finding of a benchmark: a text to print, and the part that it adds to the result."""
 
     text: str
     part: Result
@@ -217,7 +217,7 @@ class Benchmark:
         return self.parser().run(start, argv)
 
     def on_rank(self, args: argparse.Namespace, group: Group) -> int:
-        """What each rank does; the main rank prints, and writes what there is so far."""
+        """Run the benchmark on one rank; the main rank prints, and writes the result so far."""
         result = self.begun(args, group)
         if group.is_main:
             print(describe(environment(group)), flush=True)
@@ -276,7 +276,7 @@ def benchmark(
 
 
 def choose(kind: str, known: Mapping[str, T], only: str, skip: str) -> list[T]:
-    """What to run, in the order of `only`, or of `known` where that is "all".
+    """Return the choices to run, in the order of `only`, or of `known` if that is "all".
 
     Raises:
         UsageError: a name is unknown, or nothing is left.

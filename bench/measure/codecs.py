@@ -52,7 +52,7 @@ def torch_encode(format: Format, flat: Tensor) -> Code:
 
 
 def torch_decode(format: Format, code: Code) -> Tensor:
-    """What a code stands for, fp32, flat."""
+    """Decode a code, fp32, flat, in torch's own operations."""
     codes = code[0]
     if format.scale_bytes == 0:
         return codes.float()
@@ -72,7 +72,7 @@ class CodecCase:
 
     @property
     def name(self) -> str:
-        """As on the command line, for example "encode int8"."""
+        """Return the name on the command line, for example "encode int8"."""
         return f"{self.kind} {self.wire}"
 
     def task(self, workload: Workload, device: torch.device) -> Task:
@@ -111,11 +111,11 @@ class CodecData(Scattered):
         return self.flat.mul_(SCALE)
 
     def encode(self, wire: Tensor) -> None:
-        """By fastsync's kernel."""
+        """Encode by fastsync's kernel."""
         extension.load().encode(self.gradients, self.offsets, wire, self.plan, SCALE)
 
     def decoded(self, wire: Tensor) -> Tensor:
-        """What a wire stands for, flat, by fastsync's kernel."""
+        """Decode a wire buffer, flat, by fastsync's kernel."""
         flat = torch.zeros_like(self.flat)
         extension.load().decode([flat], [0], wire, self.plan)
         return flat

@@ -55,7 +55,7 @@ def run_burst(lane: Lane, device: torch.device, steps: int) -> tuple[float, floa
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ran on the device, and from when to when, in seconds."""
+    """A kernel or copy that ran on the device, with its start and end in seconds."""
 
     name: str
     start: float

@@ -68,7 +68,7 @@ def run_jobs(main: Main, jobs: Sequence[Job], threads: int) -> int:
 
 
 def number_of_job() -> int:
-    """Of this rank, from 0."""
+    """Return the number of this rank's job, from 0."""
     return int(os.environ.get(JOB_VARIABLE, "0"))
 
 

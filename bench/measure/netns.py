@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from examples.common.ranks import Placement, UsageError
 
-DEVICE, PORT = "fslink", 29500  # in every namespace of a rank, which nobody else uses
+DEVICE, PORT = "fslink", 29500  # in every rank's own namespace
 SUBNET = "10.213.0"
 RATE = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[kmg])bit")
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
@@ -56,7 +56,7 @@ class LinkName:
 
     @property
     def rate(self) -> str | None:
-        """What to shape the link to, in tc's notation."""
+        """Return the rate to shape the link to, in tc's notation."""
         return None if self.name in (LOOPBACK, UNSHAPED) else self.name
 
     @property
@@ -99,15 +99,15 @@ def missing_rights() -> str | None:
 
 
 class Seat(NamedTuple):
-    """Where ranks of one machine live: the process that holds their namespace, in which their end
-    of the link is DEVICE, and where the other end of its veth pair is."""
+    """The seat of the ranks of one machine: the process that holds their namespace, in which their
+    end of the link is DEVICE, and the place of the other end of its veth pair."""
 
     holder: str
     far_holder: str
     far_device: str
 
     def placement(self, local_rank: int, local_ranks: int) -> Placement:
-        """How to start a rank inside the namespace, with Gloo bound to its link."""
+        """Return how to start a rank inside the namespace, with Gloo bound to its link."""
         environment = {
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(local_ranks),
@@ -207,7 +207,7 @@ class Link:
         dist.barrier()
 
     def these(self, names: Iterable[LinkName]) -> list[LinkName]:
-        """Those of the links that this rank's place allows, the unshaped ones first."""
+        """Return the links that this rank's seat allows, the unshaped ones first."""
         here = [name for name in names if name.on_links == (self.seat is not None)]
         return sorted(here, key=lambda name: name.rate is not None)
 
@@ -229,7 +229,7 @@ def _shape(holder: str, device: str, rate: str | None) -> None:
 
 
 def _inside(holder: str) -> tuple[str, str]:
-    """What stands before a command that is to run in a namespace."""
+    """Return the prefix of a command that runs in a namespace."""
     return "nsenter", f"--net=/proc/{holder}/ns/net"
 
 

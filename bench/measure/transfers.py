@@ -71,7 +71,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As on the command line, for example "pack fp32>bf16"."""
+        """Return the name on the command line, for example "pack fp32>bf16"."""
         ends = (self.gradient, self.flat) if self.kind == PACK else (self.flat, self.gradient)
         return f"{self.kind} {'>'.join(SHORT[dtype] for dtype in ends)}"
 
@@ -122,7 +122,7 @@ class Scattered:
 
 
 def shapes_of(workload: Workload) -> list[torch.Size]:
-    """Of its gradients."""
+    """Return the shapes of a workload's gradients."""
     with torch.device("meta"):
         return [p.shape for p in workload.build().parameters()]
 

@@ -24,7 +24,7 @@ Scale = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Labels:
-    """What stands around a chart."""
+    """The texts around a chart."""
 
     title: str
     x: str

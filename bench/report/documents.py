@@ -127,7 +127,7 @@ def _table_report(result: Result) -> str:
 
 
 def figures(name: str, results: Path = RESULTS, drawn: bool = True) -> str:
-    """What belongs between the markers of `name`; `drawn`: with links to its charts."""
+    """Return the text between the markers of `name`; `drawn`: with links to its charts."""
     if name.startswith(GPU):
         return _of_gpus(name.removeprefix(GPU), results)
     if name == SUMMARY:
@@ -151,7 +151,7 @@ def figures(name: str, results: Path = RESULTS, drawn: bool = True) -> str:
 
 
 def _of_gpus(stage: str, results: Path) -> str:
-    """What every GPU's folder holds of a stage of `bench gpu_all`."""
+    """Return the figures of a stage of `bench gpu_all` from the folders of all GPUs."""
     paths = sorted(results.glob(f"*/{stage}.json"))
     found = [figures(path.stem, path.parent, drawn=False) for path in paths]
     return "\n\n".join(found) or NOT_MEASURED

@@ -59,13 +59,13 @@ def _column(table: dict[str, Any], heading: str) -> list[str]:
 
 
 def _dispatched(table: dict[str, Any]) -> list[str]:
-    """What a step dispatches beyond that of the bare model."""
+    """Return how many operators a step dispatches beyond those of the bare model."""
     cells = {row[0]: int(row[1]) for row in table["rows"]}
     return [str(cells[name] - cells[FLOOR]) for name in VARIANTS]
 
 
 def _parity(table: dict[str, Any]) -> tuple[str, ...]:
-    """What the columns say of FastDDP: one verdict, or all that there are."""
+    """Return the verdict of the columns on FastDDP, or all different ones."""
     title = f"{table['title'].partition(',')[0]}, {len(table['headers']) - 1} trainings"
     _, *verdicts = next(row for row in table["rows"] if row[0] == "fastsync")
     return title, "reference", ", ".join(dict.fromkeys(verdicts)), LOSSES

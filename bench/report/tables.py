@@ -71,7 +71,7 @@ def link(timings: Timings, markdown: bool = False) -> str:
 
 
 def link_title(record: dict[str, Any]) -> str:
-    """What was measured on a link, in a line."""
+    """Return a line that says what was measured on a link."""
     rate = record["rate_bytes_per_second"] * 8e-9
     per_node = record.get("per_node", 1)
     shared = f" ({per_node} behind each link)" if per_node > 1 else ""
