@@ -49,7 +49,7 @@ class SignCodec(fastsync.Codec):
         values.view(-1, 64).mul_(scales.view(-1, 1))
 
     def parts(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of n elements: n / 8 bytes of signs, then n / 64 scales."""
+        """Return the parts of the code of n elements: n / 8 bytes of signs, then n / 64 scales."""
         ones = payload.numel() * 2 // 3
         return payload[:ones], payload[ones:].view(torch.float32)
 
@@ -91,7 +91,7 @@ def train(rank: int, world: int, wire: str, library: str, steps: int) -> tuple[l
 
 
 def main() -> int:
-    """What the command line does."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--wire", default="signs", help="what gradients travel as (signs)")
     parser.add_argument("--cpp", action="store_true", help="the codec in custom_codec.cpp")

@@ -57,7 +57,7 @@ def _option(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result of a run; a checkpoint remembers it."""
+    """The settings that decide the result of a run; a checkpoint stores them."""
 
     epochs: int = _option(4, "passes over the data")
     samples: int = _option(4096, "training pictures in all")
@@ -73,7 +73,8 @@ class Settings:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Of every rank; samples that do not fill a step are left to another epoch's order."""
+        """Return the steps of every rank; samples that do not fill a step are left to other
+        epochs."""
         return self.samples // dist.get_world_size() // (self.batch * self.accumulate)
 
     def check(self) -> None:
@@ -87,7 +88,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Saving:
-    """Where checkpoints go, every how many steps, and whether to continue from one."""
+    """The file for checkpoints, their interval in steps, and whether to continue from one."""
 
     path: Path | None = None
     every: int = 0
@@ -96,7 +97,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run ends with, the same on every rank: `digest` is the SHA-256 of all weights and
+    """The result of a run, the same on every rank: `digest` is the SHA-256 of all weights and
     buffers, `rates` the learning rate of every step that this run made."""
 
     loss: float

@@ -148,7 +148,7 @@ def judge(
         raise CheckFailed(f"{variant.name}: parameters are {BASELINE}'s but buffers are not")
     near = group.all_agree(distance <= limit)
     if not near and variant.lossy and variant.wire is None:
-        return f"off by {distance:.1e}"  # torch's own; to be seen, not to be mended here
+        return f"off by {distance:.1e}"  # torch's own error; shown, not fixed here
     if not near or exact:
         raise CheckFailed(
             f"{variant.name}: weights are {distance:.2e} of the way from {BASELINE}'s, "

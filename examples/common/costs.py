@@ -1,11 +1,11 @@
-"""What a variant costs besides time: memory of gradients and buckets, and dispatched operators.
+"""Costs of a variant besides time: memory of gradients and buckets, and dispatched operators.
 
 [Note: Counting live bytes]
 On a CPU, the C allocator itself is asked for the bytes in use (glibc's mallinfo2) after two
-training steps, less the same before the model was wrapped. That sees every thread's buffers,
-whoever holds them. Pages that this rank made for memory that ranks share are added. The profiler
-does not see as much: it misses what other threads release, and charged torch's fp16 hook with 3
-times the gradients instead of 2. Python's garbage collector cannot see the buffers of a C++
+training steps, less the same before the model was wrapped. That includes the buffers of
+every thread and holder. Pages that this rank made for memory that ranks share are added. The
+profiler sees less: it misses memory that other threads release, and charged torch's fp16 hook with
+3 times the gradients instead of 2. Python's garbage collector cannot see the buffers of a C++
 reducer, and the resident set is coarser (pages, and what malloc keeps). On a GPU,
 `torch.cuda.memory_allocated` answers the same question.
 

@@ -1,4 +1,4 @@
-"""What a result was measured on and with: never a host name, a user or a path."""
+"""Hardware and software that a result was measured with: never a host name, a user or a path."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class MissingRights(RuntimeError):
 
 
 def mps_control() -> Path:
-    """What is there while an MPS daemon has processes use a GPU at the same time, not in turns."""
+    """Return the path that exists while an MPS daemon lets processes use a GPU at the same time."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
 
 

@@ -38,7 +38,8 @@ def in_turn(
     rounds: int,
     after: Callable[[int], object] = lambda index: None,
 ) -> dict[str, list[T]]:
-    """What `once` returns for each name in each round; each round begins with another one.
+    """Return the results of `once` for each name in each round; each round begins with another
+    name.
 
     Args:
         after: called with the number of each round that has ended, from 0.

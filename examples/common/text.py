@@ -1,4 +1,4 @@
-"""What is shown: medians with their spread, tables, and progress."""
+"""Text output: medians with their spread, tables, and progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained: a model with its data, made alike at every call, and variants in training."""
+"""Trainings: a model with its data, made alike at every call, and variants in training."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class Lane:
 
 
 def rate_share(step: int, steps: int, warmup: int, floor: float = 0.0) -> float:
-    """Of the peak learning rate: a linear warm-up, then a cosine from 1 down to `floor`."""
+    """Return the share of the peak learning rate: a linear warm-up, then a cosine from 1 to
+    `floor`."""
     cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
     return min(1.0, (step + 1) / warmup) * (floor + (1 - floor) * cosine)
 
@@ -117,8 +118,8 @@ def make_lanes(
 ) -> dict[str, Lane]:
     """One lane per variant, all on the same batches.
 
-    Without an optimizer nobody writes to the weights, so all lanes share those of the first:
-    a dozen variants of a large model would not fit into memory.
+    Without an optimizer the weights do not change, so all lanes share those of the first: a dozen
+    variants of a large model would not fit into memory.
     """
     batches = make_batches(workload, group)
     lanes: dict[str, Lane] = {}

@@ -129,7 +129,7 @@ UNAVAILABLE = {
 
 
 def available(*names: str) -> str:
-    """Those of `names` that can run here, as `select` takes them: for defaults."""
+    """Return those of `names` that can run here, in the form that `select` takes: for defaults."""
     return ",".join(name for name in names if name not in UNAVAILABLE)
 
 
