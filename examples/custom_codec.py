@@ -49,7 +49,7 @@ class SignCodec(fastsync.Codec):
         values.view(-1, 64).mul_(scales.view(-1, 1))
 
     def parts(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the parts of the code of n elements: n / 8 bytes of signs, then n / 64 scales."""
+        """Of n elements: n / 8 bytes of signs, then n / 64 scales."""
         ones = payload.numel() * 2 // 3
         return payload[:ones], payload[ones:].view(torch.float32)
 
