@@ -59,7 +59,7 @@ CUDA_SOURCES = tuple(f"kernels/{name}_cuda.cu" for name in ("driver", "pack", "c
 KERNEL_CXX_FLAGS = ("-O3", "-ffp-contract=off")
 CXX_FLAGS = (
     *KERNEL_CXX_FLAGS,
-    "-g0",  # distutils adds -g, which nobody reads once the library is stripped
+    "-g0",  # distutils adds -g, which is of no use in a stripped library
     "-DAT_PER_OPERATOR_HEADERS",  # torch's headers include the operators that they use, not all
     "-fvisibility=hidden",
     "-Wall",
@@ -73,7 +73,7 @@ NVCC_FLAGS = (
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     "--threads=0",  # architectures in parallel
 )
-# For those who change the sources: whoever only uses them may have a compiler that warns of more.
+# For developers of the sources: the compilers of users may have more warnings.
 STRICT_CXX_FLAGS = ("-Werror",)
 STRICT_NVCC_FLAGS = (
     "-Werror=all-warnings",
@@ -89,7 +89,7 @@ _SANITIZED = ("-fno-omit-frame-pointer", "-g1", "-O1", "-Wno-maybe-uninitialized
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What may be chosen of a build. `strict` makes errors of warnings."""
+    """The options of a build. `strict` turns warnings into errors."""
 
     archs: Sequence[str] = DEFAULT_ARCHS
     sanitize: str = ""
@@ -111,7 +111,7 @@ class BuildError(RuntimeError):
 
 
 def source_dir() -> Path:
-    """The folder of the C++ sources: in a checkout beside the package, installed inside it."""
+    """Return the folder of the C++ sources: beside the package in a checkout, else inside it."""
     package = Path(__file__).resolve().parents[1]
     for candidate in (package.parent / "csrc", package / "csrc"):
         if (candidate / "bindings.cpp").exists():
@@ -120,7 +120,7 @@ def source_dir() -> Path:
 
 
 def all_files() -> list[Path]:
-    """Every file that the compiled extension depends on, in a fixed order."""
+    """Return every file that the compiled extension depends on, in a fixed order."""
     root = source_dir()
     kinds = (".h", ".cpp", ".cu")
     files = (p for p in root.rglob("*") if p.suffix in kinds)
@@ -128,7 +128,7 @@ def all_files() -> list[Path]:
 
 
 def translation_units() -> list[str]:
-    """What the C++ compiler is given: the files of csrc/units, and each source that is in none.
+    """Return the files for the C++ compiler: those of csrc/units, and each source that is in none.
 
     A unit includes several sources, which share the cost of parsing torch's headers.
     """
@@ -279,7 +279,7 @@ def sources_digest() -> str:
 
 
 def binary_identity() -> dict[str, str]:
-    """What a binary has to share with this process to be loaded into it.
+    """Return the properties that a binary must share with this process to be loaded into it.
 
     A binary built against one minor version of torch must not be loaded into another.
     """
@@ -294,7 +294,7 @@ def binary_identity() -> dict[str, str]:
 
 
 def fingerprint(toolkit: Toolkit | None, options: Options) -> str:
-    """A digest of all that shapes the binary: sources, flags, compilers, torch and Python."""
+    """Return a digest of all inputs: sources, flags, compilers, torch and Python."""
     compiler = subprocess.run([*cxx().split(), "--version"], capture_output=True, text=True)
     facts = [
         *binary_identity().values(),
@@ -308,7 +308,7 @@ def fingerprint(toolkit: Toolkit | None, options: Options) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What a C++ extension builder needs to know. CUDA objects are compiled beforehand."""
+    """The inputs of a C++ extension builder. CUDA objects are compiled beforehand."""
 
     sources: list[str]
     include_dirs: list[str]
