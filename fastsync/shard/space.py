@@ -35,12 +35,12 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True)
 class Sharing:
-    """What the ranks do with the parameters of one flat buffer.
+    """How the ranks share the parameters of one flat buffer.
 
     Attributes:
         gradients: they may share their gradients, too.
-        masters: what each rank owns it has in fp32, too, and steps on that.
-        wire: what parameters travel as, which have masters then; None: as they are.
+        masters: each rank has its own elements in fp32, too, and steps on those.
+        wire: the format of parameters on the wire, which then have masters; None: as they are.
         whole: each parameter has one owner.
     """
 
@@ -51,14 +51,14 @@ class Sharing:
 
 
 def lay_out(params: Sequence[torch.Tensor], shares: int, sharing: Sharing) -> ShardLayout:
-    """Where they lie in their buffer."""
+    """Return the positions of parameters in their buffer."""
     divide = cut_by_tensors if sharing.whole else cut_by_elements
     align = ALIGNMENT if sharing.wire is None else codes.ALIGNMENT
     return divide([param.numel() for param in params], shares, align)
 
 
 def _strides(param: torch.Tensor) -> tuple[int, ...]:
-    """Those of the parameter, if its elements fill their memory; else contiguous ones."""
+    """Return the strides of a parameter if its elements fill their memory; else contiguous ones."""
     numel, filled = param.numel(), 1
     for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
         if size == 1:
@@ -150,12 +150,12 @@ class Space:
 
     Args:
         params: in the same order on every rank.
-        cut: among whom.
+        cut: the ranks that share them.
         sharing: what else they do with them.
         home: where they lie, for this cut; None: anywhere. See [Note: where parameters lie].
 
     Attributes:
-        layout: what part of which region each is, and who owns what.
+        layout: the part of a region that each is, and the owner of each part.
         loaded: masters that `load_master` was given since the last step.
         owned: what this rank steps on: its elements of the parameters, or fp32 masters of them; and
             those that it holds for another.
@@ -200,11 +200,11 @@ class Space:
 
     @property
     def own(self) -> dict[Piece, torch.Tensor]:
-        """Of `owned`, what this rank is the owner of."""
+        """Return the pieces of `owned` whose owner is this rank."""
         return {piece: t for piece, t in self.owned.items() if piece.rank == self._rank}
 
     def delivered(self, piece: Piece) -> torch.Tensor:
-        """What the parameter holds of a piece that this rank steps on, once the step has ended."""
+        """Return the parameter's values of a piece that this rank steps on, as after the step."""
         elements = self.cut(piece, self.params[piece.param].detach())
         if not self._awaits_codes or self.sharing.wire is None:
             return elements.clone()
@@ -240,11 +240,11 @@ class Space:
         return self.sharing.masters
 
     def loaded_master(self, piece: Piece) -> torch.Tensor | None:
-        """What `load_master` was given since the last step."""
+        """Return the master that `load_master` has received since the last step."""
         return self.loaded.get(piece)
 
     def begin_step(self) -> None:
-        """Masters follow what somebody has written to the parameters since the last step."""
+        """Update masters from writes to the parameters since the last step."""
         loaded = self.loaded.copy()
         self.loaded.clear()
         with torch.no_grad():
@@ -308,7 +308,7 @@ class Space:
         self._awaits_codes = False
 
     def _make_chunks(self) -> list[_Chunk]:
-        """What travels at a time, where parameters lie elsewhere than in one buffer."""
+        """Return the chunks that travel one at a time if parameters do not lie in one buffer."""
         region = self.layout.region
         most = align_up(max(1, _CHUNK // self.dtype.itemsize // self._ranks), ALIGNMENT)
         begins = range(0, region, most)
@@ -326,13 +326,13 @@ class Space:
         return chunks
 
     def _changed(self) -> torch.Tensor:
-        """Of which pieces the parameters do not hold the exact masters: bool."""
+        """Return for which pieces the parameters do not hold the exact masters: bool."""
         pairs = ((self._elements[piece], master) for piece, master in self.own.items())
         differ = [codes.differ(elements.float(), master) for elements, master in pairs]
         return torch.stack(differ) if differ else torch.zeros(0, dtype=torch.bool)
 
     def is_intact(self) -> bool:
-        """Whether every parameter still lies here: nobody has moved or converted it."""
+        """Return whether every parameter still lies here, neither moved nor converted."""
         return _lie_at(self.params, self._views)
 
     def cut(self, piece: Piece, full: torch.Tensor) -> torch.Tensor:
