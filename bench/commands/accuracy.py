@@ -49,7 +49,7 @@ def coded_average(tensors: Sequence[Tensor], name: str, gather: bool = False) ->
 
 
 def native_average(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """A ring's sum in `dtype` of gradients divided before: each addition rounds. fp64.
+    """Return a ring's sum in `dtype` of gradients divided before: each addition rounds. fp64.
 
     In a ring of N ranks the chunk c starts at rank c and visits the others in turn.
     """
@@ -65,7 +65,7 @@ def native_average(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def one_rounding_each(tensors: Sequence[Tensor], unit: float) -> Tensor:
-    """The error that rounding each input once, and the result once, can at most make."""
+    """Return the error that rounding each input once, and the result once, can at most make."""
     inputs = torch.stack([t.double().abs() for t in tensors]).mean(0) * unit
     return inputs + (exact_average(tensors).abs() + inputs) * unit
 
@@ -103,7 +103,7 @@ def growth(worlds: Sequence[int], numel: int) -> Grown:
 
 @b.benchmark(jobs=b.one_process)
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
-    """A row per way, a column per number of ranks."""
+    """Return a row per way, a column per number of ranks."""
     Progress(group).show(f"averaging {ELEMENTS} elements of {WORLDS} ranks")
     grown = growth(WORLDS, ELEMENTS)
     title = (

@@ -78,7 +78,7 @@ PARTS = {part.name: part for part in _EVERY}
 
 
 def run(parts: Sequence[Part]) -> int:
-    """Runs the parts, then renews the documents; returns an exit code."""
+    """Run the parts, then renew the documents; return an exit code."""
     # That of the start: the results themselves change the checkout.
     os.environ[COMMIT_VARIABLE] = commit() or ""
     failed = []

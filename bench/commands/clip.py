@@ -55,7 +55,7 @@ def make_clips(norm: float) -> dict[str, Clip]:
 
 
 def step(lane: Lane, clip: Clip, group: Group) -> tuple[float, float, float]:
-    """Makes one; returns its seconds, those of them after backward, and the norm."""
+    """Make one step; return its seconds, those of them after backward, and the norm."""
     norms = []
 
     def rest() -> None:
@@ -93,7 +93,7 @@ def blocks(lane: Lane, group: Group, args: argparse.Namespace) -> Steps:
 
 
 def check(norms: Sequence[Sequence[float]], first: float, group: Group) -> None:
-    """Raises CheckFailed on every rank where a batch's norms differ, or are too small to scale."""
+    """Raise CheckFailed on every rank where a batch's norms differ, or are too small to scale."""
     off = group.most(max(max(same) - min(same) for same in norms if same) / first)
     if not off <= ALIKE:
         raise CheckFailed(f"ways to clip find norms that differ by {off:.1e}")
@@ -102,7 +102,8 @@ def check(norms: Sequence[Sequence[float]], first: float, group: Group) -> None:
 
 
 def percent(parts: Sequence[float]) -> str:
-    """The median of parts of a step and its 95 % interval, by the normal form of the binomial."""
+    """Return the median of parts of a step and its 95 % interval, by the normal form of the
+    binomial."""
     ordered, count = sorted(parts), len(parts)
     low = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2) - 1)
     shown = (f"{100 * part:+.2f}" for part in (median(parts), ordered[low], ordered[-1 - low]))
@@ -110,7 +111,8 @@ def percent(parts: Sequence[float]) -> str:
 
 
 def cells(found: Steps) -> dict[str, str]:
-    """The cost of each way; of the one without clipping, its step and the number of blocks."""
+    """Return the cost of each way; of the one without clipping, its step and the number of
+    blocks."""
     whole, rest = ({way: [s[i] for s in steps] for way, steps in found.items()} for i in range(2))
     base = median(whole[NONE])
     costs = {way: [s / base for s in less(rest[way], rest[NONE])] for way in found if way != NONE}
@@ -119,7 +121,7 @@ def cells(found: Steps) -> dict[str, str]:
 
 
 def make(workload: Workload, stage: str, group: Group) -> Lane:
-    """A lane whose weights stay as they are."""
+    """Return a lane whose weights stay as they are."""
     lane = make_lane(workload, Variant(OURS, fast_ddp(zero=int(stage))), group, "adamw")
     lane.optimizer.param_groups[0]["lr"] = 0.0
     return lane

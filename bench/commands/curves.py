@@ -60,7 +60,7 @@ class Task:
 
 
 def gpt_task() -> Task:
-    """The GPT of examples/ in small: the standard library's own text, byte by byte."""
+    """Return the GPT of examples/ in small: the standard library's own text, byte by byte."""
     corpus = data.load()
     shape = gpt.Shape(width=64, layers=2)
     return Task(
@@ -93,7 +93,7 @@ def gratings(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def conv_task() -> Task:
-    """The conv net of bench/models in small: the direction of noisy waves."""
+    """Return the conv net of bench/models in small: the direction of noisy waves."""
     workload = WORKLOADS["conv"](scale=1 / 64)
     return Task(
         build=workload.build,
@@ -108,7 +108,7 @@ TASKS: dict[str, Callable[[], Task]] = {"gpt": gpt_task, "conv": conv_task}
 
 
 def nudged(task: Task) -> Task:
-    """The same from other weights, which tells what differences between losses mean."""
+    """Return the same from other weights, which tells what differences between losses mean."""
 
     def build() -> nn.Module:
         module = task.build()
@@ -135,7 +135,7 @@ class Curve:
 
 
 def train(task: Task, wire: Any, steps: int, group: Group) -> Curve:
-    """Trains a model on this rank, together with the others."""
+    """Train a model on this rank, together with the others."""
     module = task.build().to(group.device)
     model = FastDDP(module, wire=wire, bucket_cap_mb=BUCKET_MIB)
     optimizer = task.optimizer(module)
@@ -204,7 +204,7 @@ def trainings(
     b.RANKS,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
-    """The final losses, how far they are from those of fp32, and the curves."""
+    """Return the final losses, how far they are from those of fp32, and the curves."""
     wires: dict[str, str | Wire] = {REFERENCE: REFERENCE, NUDGED: REFERENCE}
     for name in args.wires:
         wires[name] = name

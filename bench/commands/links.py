@@ -46,7 +46,7 @@ def measure(
     args: argparse.Namespace,
     group: Group,
 ) -> dict[str, Any]:
-    """Times every variant on a link that is shaped for it.
+    """Time every variant on a link that is shaped for it.
 
     Returns:
         Times in seconds, sizes in bytes, rates in bytes per second; the same on every rank.

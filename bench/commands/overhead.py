@@ -54,7 +54,7 @@ def profiled(lane: Lane, group: Group, trace: Path | None) -> dict[str, Any]:
     kind=KIND,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
-    """A point per variant of each model; the times are those of the slowest rank."""
+    """Return a point per variant of each model; the times are those of the slowest rank."""
     variants, progress = select(args.wrappers, required=(FLOOR,)).variants, Progress(group)
     for model in args.models:
         workload, found = b.workload(model, args), []

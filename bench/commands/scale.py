@@ -78,7 +78,7 @@ def backwards(pairs: Pairs, rounds: int, before: Callable[[], object]) -> dict[s
 
 
 def pairs_of(count: int, names: list[str], device: torch.device) -> tuple[Pairs, list[float]]:
-    """The bare list of parameters and wrapped ones, and the seconds that each wrap took."""
+    """Return the bare list of parameters and wrapped ones, and the seconds that each wrap took."""
     bare = BareList([NUMEL] * count, device)
     pairs: Pairs = {FLOOR: (bare, bare)}
     wraps = []
@@ -104,7 +104,7 @@ def on_fake(world: int, count: int, rounds: int, device: torch.device) -> list[P
 
 
 def on_ranks(args: argparse.Namespace, group: Group, progress: Progress) -> Iterator[Point]:
-    """The backward on real ranks, FastDDP's beside torch's."""
+    """Return the backward on real ranks, FastDDP's beside torch's."""
     for count in args.parameters:
         progress.show(f"{group.world} ranks: {count} parameters")
         pairs, _ = pairs_of(count, REAL, group.device)

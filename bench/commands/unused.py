@@ -65,7 +65,7 @@ def stack(args: argparse.Namespace, skip: bool) -> Workload:
 
 
 def cost(seconds: Mapping[str, Sequence[float]], name: str) -> Spread:
-    """The relative cost of unused parameters under a wrapper.
+    """Return the relative cost of unused parameters under a wrapper.
 
     Args:
         seconds: per step in each round, by the name of a wrapper and a kind of KINDS.

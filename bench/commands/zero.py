@@ -145,7 +145,7 @@ def weights(lane: Lane) -> Tensor:
 
 
 def check(lanes: dict[str, Lane], group: Group, steps: int) -> None:
-    """Takes steps with all.
+    """Take steps with all.
 
     Raises:
         CheckFailed: on every rank, where one that keeps fp32 trains other weights than DDP.
@@ -174,7 +174,7 @@ def sent(options: Mapping[str, object], workload: Workload, group: Group) -> flo
 def measure(
     stages: Stages, workload: Workload, args: argparse.Namespace, group: Group
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Checks and times every way; returns its cells and operators."""
+    """Check and time every way; return its cells and operators."""
     link, ways = Link.here(group.world), stages.ways
     link.shape(None)  # building broadcasts the weights
     rounded = tuple(VARIANTS[name] for name in ways if name in VARIANTS and VARIANTS[name].lossy)

@@ -89,7 +89,7 @@ class Session:
 
 
 def run_stage(stage: Stage, session: Session) -> Outcome:
-    """Runs a stage's commands until one fails or the time is over."""
+    """Run a stage's commands until one fails or the time is over."""
     commands = stage.rehearsal if session.rehearse else stage.commands
     reason = _reason_to_skip(stage, commands, session)
     if reason:
@@ -157,7 +157,7 @@ def _run(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupts a command, which then writes what it has, and kills what is left of its group."""
+    """Interrupt a command, which then writes its results, and kill the rest of its group."""
     os.killpg(process.pid, signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(GRACE)
@@ -167,7 +167,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_all(chosen_stages: Sequence[Stage], session: Session) -> int:
-    """Runs stage after stage, keeps what there is after each, and returns an exit code."""
+    """Run stage after stage, keep the results after each, and return an exit code."""
     code = 0
     for number, stage in enumerate(chosen_stages, 1):
         print(f"\n=== {stage.name} ({number} of {len(chosen_stages)}): {stage.summary}", flush=True)
@@ -189,7 +189,7 @@ def run_all(chosen_stages: Sequence[Stage], session: Session) -> int:
 
 
 def _keep(session: Session, folder: Path) -> None:
-    """Copies the results, and packs them with traces and logs into one file beside them."""
+    """Copy the results, and pack them with traces and logs into one file beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(session.context.results.glob(SUMMARY if session.packed else "*.json")):
         shutil.copy(path, folder / path.name)

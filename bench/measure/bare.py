@@ -66,7 +66,7 @@ class BareCollectives:
         self._started.append(dist.all_reduce(parameter.grad, async_op=True))
 
     def finish(self) -> None:
-        """Waits for all of them."""
+        """Wait for all of them."""
         for work in self._started:
             work.wait()
         self._started.clear()

@@ -34,7 +34,7 @@ Code = tuple[Tensor, ...]  # codes, then scales of blocks where the format has t
 
 
 def torch_encode(format: Format, flat: Tensor) -> Code:
-    """The code of `flat`, fp32 [whole blocks], in torch's own operations."""
+    """Return the code of `flat`, fp32 [whole blocks], in torch's own operations."""
     if format.scale_bytes == 0:
         return (flat.to(DTYPES[format.name], copy=True),)
     blocks = flat.view(-1, format.block)
@@ -76,7 +76,7 @@ class CodecCase:
         return f"{self.kind} {self.wire}"
 
     def task(self, workload: Workload, device: torch.device) -> Task:
-        """The case with random gradients of the workload's shapes."""
+        """Return the case with random gradients of the workload's shapes."""
         generator = torch.Generator(device).manual_seed(SEED)
         shapes = shapes_of(workload)
         gradients = [torch.randn(*s, generator=generator, device=device) for s in shapes]
@@ -128,7 +128,7 @@ class CodecData(Scattered):
         read: Callable[[], Tensor],
         *wanted: Tensor,
     ) -> Task:
-        """A task whose results may be off by one rounding of the format.
+        """Return a task whose results may be off by one rounding of the format.
 
         Args:
             ways: ours, then torch's; one that returns a code is judged by what that stands for.

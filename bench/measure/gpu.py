@@ -22,7 +22,7 @@ Interval = tuple[float, float]
 
 
 def stopwatch(device: torch.device, ahead: float = 0.0) -> Callable[[], float]:
-    """Starts to measure, by events on a GPU, else by the clock; what it returns ends that, and
+    """Start to measure, by events on a GPU, else by the clock; what it returns ends that, and
     returns the seconds. A GPU first sleeps for `ahead` seconds, while the host hands it work."""
     if device.type != "cuda":
         start = time.perf_counter()
@@ -42,7 +42,7 @@ def stopwatch(device: torch.device, ahead: float = 0.0) -> Callable[[], float]:
 
 
 def run_burst(lane: Lane, device: torch.device, steps: int) -> tuple[float, float]:
-    """Times `steps` steps after one that is not timed. Nothing waits for the device in between.
+    """Time `steps` steps after one that is not timed. Nothing waits for the device in between.
 
     Returns:
         Seconds of a step, and those for which `backward()` kept the host, the median.
@@ -63,7 +63,7 @@ class Kernel:
 
 
 def device_work(run: Callable[[], object], device: torch.device) -> tuple[list[Kernel], profile]:
-    """The kernels and copies that `run` has the GPU do, and the profile that saw them."""
+    """Return the kernels and copies that `run` has the GPU do, and the profile that saw them."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         run()
         torch.cuda.synchronize(device)
@@ -81,7 +81,7 @@ def launches(kernels: Iterable[Kernel]) -> int:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """The length of the union of intervals."""
+    """Return the length of the union of intervals."""
     total, covered = 0.0, -math.inf
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, covered))

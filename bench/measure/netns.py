@@ -51,7 +51,7 @@ class LinkName:
 
     @property
     def on_links(self) -> bool:
-        """Whether ranks need namespaces of their own."""
+        """Return whether ranks need namespaces of their own."""
         return self.name != LOOPBACK
 
     @property
@@ -61,7 +61,7 @@ class LinkName:
 
     @property
     def bits_per_second(self) -> float | None:
-        """The same as a number."""
+        """Return the same as a number."""
         match = RATE.fullmatch(self.rate or "")
         return float(match["number"]) * UNITS[match["unit"]] if match else None
 
@@ -72,7 +72,7 @@ class LinkName:
 
     @property
     def scale(self) -> float:
-        """The size of the model that suits the link."""
+        """Return the size of the model that suits the link."""
         return SLOW_SCALE if (self.bits_per_second or SLOW) < SLOW else 1.0
 
 
@@ -168,7 +168,7 @@ def _namespace() -> Iterator[str]:
 
 
 def _join(seat: Seat) -> None:
-    """Makes the veth pair of a seat."""
+    """Make the veth pair of a seat."""
     far = ("name", seat.far_device, "netns", seat.far_holder)
     _in(seat.holder, "ip", "link", "add", "name", DEVICE, "type", "veth", "peer", *far)
 
@@ -189,7 +189,7 @@ class Link:
 
     @classmethod
     def here(cls, world: int) -> Link:
-        """The link of the rank that asks: what `network` placed it on, else loopback."""
+        """Return the link of the rank that asks: what `network` placed it on, else loopback."""
         value = os.environ.get(LINK_VARIABLE)
         if not value:
             return cls("lo", None, world)
@@ -219,7 +219,7 @@ class Link:
 
 
 def _shape(holder: str, device: str, rate: str | None) -> None:
-    """Limits what leaves by `device` of a namespace to `rate`, in tc's notation; None: no limit."""
+    """Limit what leaves by `device` of a namespace to `rate`, in tc's notation; None: no limit."""
     if rate is None:
         with suppress(subprocess.CalledProcessError):  # there may be none
             _in(holder, "tc", "qdisc", "del", "dev", device, "root")

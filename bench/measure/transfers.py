@@ -44,7 +44,7 @@ class Task:
     judged: Callable[[str, Any], tuple[Tensor, Tensor, Tensor | float]]
 
     def check(self, name: str, way: Way) -> None:
-        """Runs a way once; raises CheckFailed where an element of its result is wrong."""
+        """Run a way once; raise CheckFailed if an element of its result is wrong."""
         for target in self.targets:  # a way that writes nothing is found out
             blank = 255 if target.dtype is torch.uint8 else 0
             target.fill_(math.nan if target.is_floating_point() else blank)
@@ -76,7 +76,7 @@ class Case:
         return f"{self.kind} {'>'.join(SHORT[dtype] for dtype in ends)}"
 
     def task(self, workload: Workload, device: torch.device) -> Task:
-        """The case with random gradients of the workload's shapes."""
+        """Return the case with random gradients of the workload's shapes."""
         data, packs = make_scattered(workload, self, device), self.kind == PACK
         sources, targets = data.gradients, data.views(data.flat)
         if not packs:
@@ -116,7 +116,8 @@ class Scattered:
     offsets: list[int]
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """A buffer laid out as `flat` is, at the places of the gradients and in their shapes."""
+        """Return a buffer laid out as `flat` is, at the places of the gradients and in their
+        shapes."""
         places = zip(self.offsets, self.gradients, strict=True)
         return [flat[offset : offset + g.numel()].view(g.shape) for offset, g in places]
 

@@ -47,7 +47,7 @@ def text(x: float, y: float, words: str, size: int = 12, **style: str) -> str:
 
 
 def polyline(places: Sequence[Place], colour: str, width: float, dashed: bool = False) -> str:
-    """A line through places."""
+    """Return a line through places."""
     corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     dash = ' stroke-dasharray="6 4"' if dashed else ""
     return (

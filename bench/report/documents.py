@@ -42,7 +42,7 @@ WIRES, LINKS = "-wires", "links"  # the end of a marker that shows a part of a r
 
 
 def documents(root: Path = ROOT) -> list[Path]:
-    """The documents that may hold figures."""
+    """Return the documents that may hold figures."""
     return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
 
 
@@ -77,7 +77,7 @@ def _cell(timing: Result | None, is_baseline: bool) -> str:
 
 
 def _point_report(result: Result) -> str:
-    """A table for each scene."""
+    """Return a table for each scene."""
     layout = LAYOUTS[result["kind"]]
     scenes: dict[tuple[str, ...], list[Point]] = {}
     for point in result["points"]:
@@ -92,7 +92,7 @@ def _point_report(result: Result) -> str:
 
 
 def _links_report(result: Result) -> str:
-    """A table for each link."""
+    """Return a table for each link."""
     tables = (f"{link_title(r)}:\n\n{link(r['variants'], True)}" for r in result["links"])
     caption = (
         "Medians ± half the range between the quartiles of the rounds; ratios to "

@@ -8,7 +8,7 @@ from examples.common.variants import FLOOR
 
 
 def _in_first_scene(result: Result, depth: int) -> list[Point]:
-    """The points that share the first `depth` names of the first one."""
+    """Return the points that share the first `depth` names of the first one."""
     points = result["points"]
     return [p for p in points if p["of"][:depth] == points[0]["of"][:depth]]
 

@@ -49,7 +49,7 @@ def variant_bytes(
 def wire_bytes(
     wire: str, shapes: Sequence[Sequence[int]], world: int, device: torch.device
 ) -> float:
-    """The same, where FastDDP sends them as `wire`, any name that it takes.
+    """Return the same, where FastDDP sends them as `wire`, any name that it takes.
 
     Every rank sends a part to each of the others and, once summed, its own part to all of them; in
     the gather form it sends all it has to all others.

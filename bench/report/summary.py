@@ -22,7 +22,7 @@ LOSSES = "[losses](docs/benchmarks.md#training)"
 
 
 def summary(results: Path) -> str | None:
-    """The table in Markdown; None where a result that it needs is missing."""
+    """Return the table in Markdown; None where a result that it needs is missing."""
     paths = {name: results / f"{name}.json" for name in SOURCES}
     if not all(path.exists() for path in paths.values()):
         return None
@@ -46,7 +46,7 @@ def _size(model: dict[str, Any]) -> str:
 
 
 def _timings(variants: dict[str, Any]) -> list[str]:
-    """The baseline in milliseconds, and ratios to it in the same round."""
+    """Return the baseline in milliseconds, and ratios to it in the same round."""
     baseline, *others = (variants[name] for name in VARIANTS)
     ratios = [f"{other['ratio']['median']:.2f}x" for other in others]
     return [f"{1e3 * baseline['step']['median']:.0f} ms", *ratios]

@@ -23,12 +23,12 @@ Timings = dict[str, dict[str, Any]]
 
 
 def point(of: Sequence[str], seconds: Sequence[float], **more: Any) -> Point:
-    """A point of the seconds of all rounds."""
+    """Return a point of the seconds of all rounds."""
     return {"of": list(of), "time": asdict(Spread.of(seconds)), **more}
 
 
 def _plus_minus(found: Point) -> str:
-    """The median in ms, and half the range between the quartiles."""
+    """Return the median in ms, and half the range between the quartiles."""
     return " ± ".join(milliseconds(Spread(**found["time"])))
 
 
@@ -40,7 +40,7 @@ def pivot(
     row: Callable[[Point], str] = lambda p: p["of"][2],
     column: Callable[[Point], str] = lambda p: p["of"][3],
 ) -> str:
-    """A table of points by two of their names."""
+    """Return a table of points by two of their names."""
     found = {(row(p), column(p)): cell(p) for p in points}
     columns = list(dict.fromkeys(name for _, name in found))
     names = dict.fromkeys(name for name, _ in found)
