@@ -49,7 +49,8 @@ def windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
 
 
 def source_files() -> list[Path]:
-    """The standard library's modules, without tests and tables, in the order of their names."""
+    """Return the standard library's modules, without tests and tables, in the order of their
+    names."""
     root = Path(sysconfig.get_path("stdlib"))
     found = (path.relative_to(root) for path in root.rglob("*.py"))
     kept = [path for path in found if not LEFT_OUT.intersection(path.parts)]
@@ -57,7 +58,7 @@ def source_files() -> list[Path]:
 
 
 def load() -> Corpus:
-    """Reads the corpus; about 10 MB.
+    """Read the corpus; about 10 MB.
 
     Raises:
         RuntimeError: this Python comes without its source.

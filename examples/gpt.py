@@ -120,6 +120,6 @@ def _initialise(module: nn.Module) -> None:
 
 
 def build(seed: int = 0, shape: Shape | None = None) -> GPT:
-    """A new GPT, the same at every call with the same seed."""
+    """Return a new GPT, the same at every call with the same seed."""
     torch.manual_seed(seed)
     return GPT(shape or Shape())

@@ -57,7 +57,7 @@ def workload(group: Group) -> Workload:
 
 
 def broadcast_weights(module: nn.Module) -> None:
-    """Gives every rank rank 0's parameters and buffers."""
+    """Give every rank rank 0's parameters and buffers."""
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor.detach(), 0)
 
@@ -93,7 +93,7 @@ class Bucket:
 
 
 def _gradient(param: nn.Parameter) -> Tensor:
-    """The gradient, which every parameter of this model has after backward."""
+    """Return the gradient, which every parameter of this model has after backward."""
     assert param.grad is not None
     return param.grad
 
@@ -158,7 +158,7 @@ class ByHand(nn.Module):
 
 
 def by_hand(name: str, averager: Callable[[nn.Module], Callable[[], None]]) -> Variant:
-    """A strategy made of what has to be done after backward."""
+    """Return a strategy made of what has to be done after backward."""
     return Variant(name, lambda module, device: ByHand(module, averager(module)))
 
 

@@ -78,7 +78,7 @@ class Settings:
         return self.samples // dist.get_world_size() // (self.batch * self.accumulate)
 
     def check(self) -> None:
-        """Raises ValueError where an epoch has no step."""
+        """Raise ValueError where an epoch has no step."""
         if self.steps_per_epoch < 1:
             raise ValueError(
                 f"{self.samples} samples do not fill one step of {dist.get_world_size()} ranks x "
@@ -131,7 +131,7 @@ def build_model() -> nn.Module:
 
 
 def wrap(module: nn.Module, settings: Settings, device: torch.device) -> DistributedDataParallel:
-    """The only difference between torch's DDP and fastsync."""
+    """Wrap the model: the only difference between torch's DDP and fastsync."""
     device_ids = [device.index] if device.type == "cuda" else None
     if settings.wrapper == "torch":
         return DistributedDataParallel(module, device_ids=device_ids)
@@ -192,7 +192,7 @@ class Trainer:
         self.steps = checkpoint.resume(path, self.trained, asdict(self.settings))
 
     def epoch(self) -> Iterator[Tensor]:
-        """Makes the rest of an epoch's steps; yields this rank's mean loss of each."""
+        """Make the rest of an epoch's steps; yield this rank's mean loss of each."""
         settings, per_epoch = self.settings, self.settings.steps_per_epoch
         number, done = divmod(self.steps, per_epoch)
         self.sampler.start(number, done * settings.accumulate * settings.batch)
@@ -268,7 +268,7 @@ def say(text: str) -> None:
 
 
 def train(settings: Settings, saving: Saving, device: torch.device) -> Result:
-    """Trains to the end of the last epoch, in the process group that is there.
+    """Train to the end of the last epoch, in the process group that is there.
 
     Raises:
         ValueError: there is too little data for a step, or a checkpoint is of another run.

@@ -106,7 +106,7 @@ def repeatable(group: Group) -> Iterator[None]:
 def train(
     workload: Workload, variant: Variant, group: Group, optimizer: str, steps: int
 ) -> Trained:
-    """Trains `workload` from its first weights and returns what became of them."""
+    """Train `workload` from its first weights, and return its weights before and after."""
     with repeatable(group):
         batches = make_batches(workload, group, steps)
         lane = make_lane(workload, variant, group, optimizer, batches)
@@ -119,7 +119,7 @@ def train(
 def judge(
     variant: Variant, trained: Trained, expected: Trained, group: Group, noise: float = 0.0
 ) -> str:
-    """Compares the weights of one variant with those of default DDP.
+    """Compare the weights of one variant with those of default DDP.
 
     Args:
         noise: the distance between two trainings of default DDP.
@@ -164,7 +164,7 @@ def check_variants(
     steps: int,
     show: Callable[[str], None] = lambda name: None,
 ) -> dict[str, str]:
-    """Trains `steps` steps of SGD with momentum under each variant.
+    """Train `steps` steps of SGD with momentum under each variant.
 
     Args:
         show: called with the name of each variant before it trains.

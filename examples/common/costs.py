@@ -54,7 +54,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def live_bytes_reader(device: torch.device) -> Callable[[], int] | None:
-    """A function that returns the bytes in use, or None where nothing here can tell."""
+    """Return a function that returns the bytes in use, or None where nothing here can tell."""
     if device.type == "cuda":
         return lambda: torch.cuda.memory_allocated(device)
     try:
@@ -86,7 +86,7 @@ def shared_bytes() -> int:
 
 
 def settled(read: Callable[[], int]) -> int:
-    """Reads when the count stands still: threads of the backend release buffers a little later."""
+    """Read when the count stands still: threads of the backend release buffers a little later."""
     gc.collect()
     last = read()
     for _ in range(SETTLE_TRIES):
@@ -124,7 +124,8 @@ def gradient_memory(workload: Workload, variant: Variant, group: Group) -> float
 
 
 def peak_memory(make: Callable[[], Lane], group: Group) -> float | None:
-    """The most bytes in use in a training step of a new lane, over the bytes of the parameters.
+    """Return the most bytes in use in a training step of a new lane, over the bytes of the
+    parameters.
 
     The model, its gradients and the optimizer's states are part of it. A GPU's allocator knows its
     peak; on a CPU a thread looks every millisecond. The largest of all ranks, or None as above.
@@ -151,7 +152,7 @@ def peak_memory(make: Callable[[], Lane], group: Group) -> float | None:
 
 
 def events_of(run: Callable[[], object]) -> list[str]:
-    """The names of the CPU events that torch's profiler sees while `run` runs."""
+    """Return the names of the CPU events that torch's profiler sees while `run` runs."""
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         run()
     return [event.name for event in profiler.events() or []]

@@ -65,13 +65,13 @@ def command_line() -> str:
 
 
 def write_json(result: dict[str, Any], path: Path) -> None:
-    """Writes a result, and the folder it belongs into where that is missing."""
+    """Write a result, and the folder it belongs into where that is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def cpu_model() -> str:
-    """The processor's name as the system gives it."""
+    """Return the processor's name as the system gives it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -80,7 +80,7 @@ def cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout, with "-dirty" where files differ from it."""
+    """Return the commit of the checkout, with "-dirty" where files differ from it."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(HERE), *arguments]

@@ -55,8 +55,8 @@ def in_turn(
 
 
 def slowest(found: dict[str, list[T]], group: Group) -> dict[str, list[T]]:
-    """The same with every number replaced by the largest of all ranks'; numbers or lists of one
-    length."""
+    """Return the same with every number replaced by the largest of all ranks'; numbers or lists of
+    one length."""
     largest = group.max(torch.tensor(list(found.values()), dtype=torch.float64)).tolist()
     return dict(zip(found, largest, strict=True))
 
@@ -148,7 +148,7 @@ def measure(
 def checked(
     workload: Workload, variants: tuple[Variant, ...], group: Group, steps: int
 ) -> dict[str, str]:
-    """The verdicts of the correctness check, by variant; none where `steps` is 0."""
+    """Return the verdicts of the correctness check, by variant; none where `steps` is 0."""
     if not steps:
         return {}
     progress = Progress(group)
@@ -164,7 +164,8 @@ def checked(
 def time_lanes(
     lanes: dict[str, Lane], group: Group, settings: Settings, meter: Meter = lambda: 0
 ) -> dict[str, Measured]:
-    """The steps of each lane in each round; `meter` counts the bytes that this rank has sent."""
+    """Return the steps of each lane in each round; `meter` counts the bytes that this rank has
+    sent."""
     progress, rounds, per_step = Progress(group), settings.rounds, 0.0
     for name, lane in lanes.items():
         progress.show(f"{lane.workload.name}: warming up {name}")
@@ -207,7 +208,7 @@ def burst(lane: Lane, group: Group, steps: int, meter: Meter = lambda: 0) -> lis
 
 
 def summarise(measured: dict[str, Measured], verdicts: Mapping[str, str]) -> list[Timing]:
-    """Compares variants with BASELINE and FLOOR round by round.
+    """Compare variants with BASELINE and FLOOR round by round.
 
     Args:
         verdicts: by variant, the correctness check's; may lack some.

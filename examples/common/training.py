@@ -76,7 +76,7 @@ class Lane:
         return loss
 
     def steps(self, count: int) -> None:
-        """Makes so many steps."""
+        """Make so many steps."""
         for _ in range(count):
             self.step()
 
@@ -100,7 +100,7 @@ def make_lane(
     optimizer: str | None,
     batches: list[Tensor] | None = None,
 ) -> Lane:
-    """Builds and wraps the model.
+    """Build and wrap the model.
 
     Args:
         optimizer: a key of OPTIMIZERS; None leaves the weights as they are.
