@@ -259,12 +259,13 @@ def set_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def has_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher has told this process which rank it is, and how to find the others."""
+    """Return whether a launcher has told this process which rank it is, and how to find the
+    others."""
     return all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher of MPI has started this process: mpirun, or Slurm's srun --mpi."""
+    """Return whether a launcher of MPI has started this process: mpirun, or Slurm's srun --mpi."""
     return any(name in environ for name in _MPI_RANKS)
 
 

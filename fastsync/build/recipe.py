@@ -168,7 +168,7 @@ def has_gpu() -> bool:
 
 
 def find_toolkit(wanted: str = "auto") -> Toolkit | None:
-    """Finds the CUDA toolkit.
+    """Find the CUDA toolkit.
 
     Args:
         wanted: ``1`` (insist), ``0`` (None), ``auto`` (None where there is no nvcc, or no GPU), or
@@ -228,7 +228,7 @@ def arch_flags(archs: Sequence[str]) -> list[str]:
 
 
 def compile_cuda(toolkit: Toolkit, out: Path, options: Options) -> list[str]:
-    """Compiles the CUDA sources with nvcc alone, all at once; returns the object files.
+    """Compile the CUDA sources with nvcc alone, all at once; return the object files.
 
     Raises:
         BuildError: nvcc failed; carries its output.
@@ -251,7 +251,7 @@ def _compile_one(nvcc: Path, flags: Sequence[str], source: str, out: Path) -> st
 
 
 def check_compilers() -> None:
-    """Raises BuildError where the C++ compiler or ninja is missing."""
+    """Raise BuildError where the C++ compiler or ninja is missing."""
     compiler = cxx()
     if shutil.which(compiler.split()[0]) is None:
         raise BuildError(
@@ -263,7 +263,7 @@ def check_compilers() -> None:
 
 
 def cxx() -> str:
-    """The C++ compiler that torch's build helpers will call."""
+    """Return the C++ compiler that torch's build helpers will call."""
     return os.environ.get("CXX", "c++")
 
 
@@ -272,7 +272,7 @@ def sanitizer_flags(sanitize: str) -> list[str]:
 
 
 def sources_digest() -> str:
-    """A digest of this file and of every source of the extension."""
+    """Return a digest of this file and of every source of the extension."""
     files = [*all_files(), Path(__file__)]
     facts = (f"{p.name}:{hashlib.sha256(p.read_bytes()).hexdigest()}" for p in files)
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
@@ -317,7 +317,7 @@ class Recipe:
 
 
 def recipe(out: Path, toolkit: Toolkit | None, options: Options) -> Recipe:
-    """Compiles the CUDA kernels, if there is a toolkit, and describes the rest of the build."""
+    """Compile the CUDA kernels, if there is a toolkit, and describe the rest of the build."""
     flags = options.cxx_flags
     link = sanitizer_flags(options.sanitize)[:1] or [STRIP_FLAG]
     if toolkit is not None:
@@ -328,7 +328,7 @@ def recipe(out: Path, toolkit: Toolkit | None, options: Options) -> Recipe:
 
 
 def build(out: Path, wanted_cuda: str, options: Options) -> None:
-    """Compiles the extension into ``out``.
+    """Compile the extension into ``out``.
 
     Raises:
         BuildError: a tool is missing or broken.

@@ -138,12 +138,12 @@ class _Child:
         return found
 
     def is_over(self) -> bool:
-        """Whether it has ended; it is not reaped, so that others can see how."""
+        """Return whether it has ended; it is not reaped, so that others can see how."""
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
         return bool(self.ended) or os.waitid(os.P_PID, self._process.pid, options) is not None
 
     def is_stopped(self) -> bool:
-        """Whether its fault is to stop, and long enough ago."""
+        """Return whether its fault is to stop, and long enough ago."""
         at = self.line("fault").get("at") if self.order.fault == "stop" else None
         if not isinstance(at, int):
             return False

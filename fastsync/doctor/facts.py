@@ -99,7 +99,7 @@ class Facts:
         return self.gloo if backend == "gloo" else self.store
 
     def interface(self, backend: str) -> Interface:
-        """The interface with that address; without a name if it is unknown."""
+        """Return the interface with that address; without a name if it is unknown."""
         return find_interface(self.address(backend), self.interfaces) or Interface()
 
     def dump(self) -> str:
@@ -181,7 +181,7 @@ def _address_to(store: Store | None) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` reaches this machine alone."""
+    """Return whether `address` reaches this machine alone."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

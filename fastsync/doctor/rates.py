@@ -150,7 +150,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _slowest(seconds: float, device: torch.device) -> float:
-    """The largest of all ranks'; the same number on each."""
+    """Return the largest of all ranks'; the same number on each."""
     value = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value.item())

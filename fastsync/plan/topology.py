@@ -39,7 +39,8 @@ class Network:
         return self.rate > 0
 
     def at_share(self, share: float) -> Network:
-        """The same for bytes of which each stands for 1 / `share` of those counted so far."""
+        """Return the same for bytes of which each stands for 1 / `share` of those counted so
+        far."""
         return Network(self.rate * share, self.latency)
 
     def carries(self, span: Span, least: int, most: int) -> int:

@@ -86,7 +86,7 @@ class Device:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether fastsync treats it as a CPU."""
+        """Return whether fastsync treats it as a CPU."""
         return self.name == "cpu"
 
     def peak(self, dtype: torch.dtype) -> float:

@@ -216,7 +216,7 @@ def phases_of(
     carrier: Carrier = Carrier.MEMORY,
     framework: float = 0.0,
 ) -> tuple[Memory, Memory]:
-    """The most of forward and backward, and of the optimizer's step, once both have settled.
+    """Return the most of forward and backward, and of the optimizer's step, once both have settled.
 
     Args:
         planned: what `engine_plan` returned for this strategy.
@@ -237,7 +237,7 @@ def phases_of(
 
 
 def peak_of(phases: tuple[Memory, Memory]) -> Memory:
-    """The larger one."""
+    """Return the larger one."""
     return max(phases, key=lambda memory: memory.total)
 
 
@@ -277,7 +277,7 @@ def _persistent(
 
 
 def _has_own_gradients(bucket: PlannedBucket) -> bool:
-    """Whether every rank keeps its gradients, and not as views of its buffer."""
+    """Return whether every rank keeps its gradients, and not as views of its buffer."""
     return not bucket.shards and (bucket.coded is not None or not bucket.views)
 
 

@@ -277,7 +277,7 @@ class Units:
         return 0.0
 
     def reaches(self, at: int, mark: Mark) -> float:
-        """The mark at this place of the trace; returns bytes that are held for a moment besides."""
+        """Replay the mark at this place of the trace; return the bytes that it holds for a moment."""
         unit = mark.place
         if mark.kind not in ("enter", "leave", "return", "through") or unit not in self._sizes:
             return 0.0
@@ -346,7 +346,7 @@ class Units:
             self._pool.give(block)
 
     def _post(self, unit: int, what: str, size: int) -> None:
-        """Writes a letter. Those of which this rank has read the others' are read before it takes
+        """Write a letter. Those of which this rank has read the others' are read before it takes
         more memory: see csrc/comm/shm_messages.cpp."""
         if size:
             self._take_back()
@@ -366,7 +366,7 @@ class Units:
             self._pool.give(block)
 
     def _end(self, unit: int) -> float:
-        """A backward is through; returns bytes that only sending needs."""
+        """End a unit's backward; return the bytes that only sending needs."""
         self._over.add(unit)
         self._release(unit)
         while self._reducing:

@@ -84,7 +84,7 @@ class Gate:
 
     @property
     def changing(self) -> bool:
-        """Whether a change has begun that has not been completed."""
+        """Return whether a change has begun that has not been completed."""
         return self._changing
 
     def arrive(self) -> None:
@@ -95,7 +95,7 @@ class Gate:
 
     @property
     def stands(self) -> tuple[int, int]:
-        """The version, and how many values have been written to it."""
+        """Return the version, and how many values have been written to it."""
         return self.version, self._written
 
     def arrive_to_write(self) -> None:
@@ -394,7 +394,8 @@ class Shares:
         loaded: torch.Tensor | None,
         states: Mapping[torch.Tensor, State],
     ) -> State:
-        """The state of a piece as checkpoints hold it: with its master, once that was stepped on.
+        """Return the state of a piece as checkpoints hold it: with its master, once that was
+        stepped on.
 
         Args:
             loaded: a master that has been loaded since the last step.

@@ -491,13 +491,14 @@ class ShardedOptimizer:
         self.blank, self._view.used = False, True
 
     def saved(self, optimizer: Optimizer, tensor: torch.Tensor) -> State:
-        """The state of a piece as checkpoints hold it: with its master, once stepped on."""
+        """Return the state of a piece as checkpoints hold it: with its master, once stepped on."""
         space, piece = self._places[tensor]
         held = held_state(optimizer)
         return self.shares.saved(tensor, space.loaded_master(piece), held)
 
     def take_master(self, tensor: torch.Tensor, state: Mapping[str, Any]) -> State:
-        """The rest of what `saved` returned. Without a master there it follows the parameter."""
+        """Return the rest of what `saved` returned. Without a master there it follows the
+        parameter."""
         if MASTER in state:
             space, piece = self._places[tensor]
             if space.load_master(piece, state[MASTER]):
@@ -643,7 +644,7 @@ class ShardedOptimizer:
             optimizer.state.update(whole)
 
     def fetch(self) -> dict[torch.Tensor, State]:
-        """The state of whole parameters, from the ranks that have it. Not collective.
+        """Return the state of whole parameters, from the ranks that have it. Not collective.
 
         Raises:
             RuntimeError: this rank or another is not between two steps.

@@ -71,7 +71,7 @@ def _strides(param: torch.Tensor) -> tuple[int, ...]:
 
 
 def _alone(memory: torch.Tensor) -> torch.Tensor:
-    """The same memory, which lives as long, behind a storage that holds nothing else.
+    """Return the same memory, which lives as long, behind a storage that holds nothing else.
 
     Accelerate and others take parameters in one storage for tied ones, and save the first alone. On
     other devices only their allocator's own storages can be recorded on another stream.
@@ -83,7 +83,7 @@ def _alone(memory: torch.Tensor) -> torch.Tensor:
 
 
 def fill_memory(param: torch.Tensor) -> None:
-    """Moves a parameter with gaps between its elements to memory without."""
+    """Move a parameter with gaps between its elements to memory without."""
     strides = _strides(param)
     if param.stride() != strides:
         param.data = torch.empty_strided(
@@ -121,7 +121,7 @@ class Home:
             self.views.append(view)
 
     def fits(self, layout: ShardLayout) -> bool:
-        """Whether its parameters are all still here, and lie so."""
+        """Return whether its parameters are all still here, and lie so."""
         return layout == self.layout and _lie_at(self.params, self.views)
 
 
@@ -213,7 +213,7 @@ class Space:
         return elements.clone() if exact else rounded(master, self.sharing.wire, elements)
 
     def _elements_of(self, piece: Piece) -> torch.Tensor:
-        """The elements themselves: of a whole parameter in its shape, else flat."""
+        """Return the elements themselves: of a whole parameter in its shape, else flat."""
         view = self._views[piece.param]
         if piece.end - piece.begin == view.numel():
             return view
@@ -225,7 +225,7 @@ class Space:
         return view.as_strided((end - begin,), (1,), view.storage_offset() + begin)
 
     def load_master(self, piece: Piece, master: torch.Tensor) -> bool:
-        """A checkpoint's exact values of a piece, from which the parameter's have been rounded.
+        """Take a checkpoint's exact values of a piece, from which the parameter's were rounded.
 
         They count at the next step, where the parameter still holds what some format has made of
         them: the script may load weights and the optimizer's state in any order.
@@ -302,7 +302,7 @@ class Space:
             yield buffer, partial(_unpack, buffer, chunk.others)
 
     def _decode(self, codes: torch.Tensor) -> None:
-        """Takes what `end_step` has yielded, once every rank's part is there."""
+        """Take what `end_step` has yielded, once every rank's part is there."""
         assert self._codes is not None
         self._codes.decode(codes, self._elements_of)
         self._awaits_codes = False
@@ -336,7 +336,8 @@ class Space:
         return _lie_at(self.params, self._views)
 
     def cut(self, piece: Piece, full: torch.Tensor) -> torch.Tensor:
-        """The elements of `piece` in a tensor of its parameter's shape: a view where it can be."""
+        """Return the elements of `piece` in a tensor of its parameter's shape: a view where it can
+        be."""
         view = self._views[piece.param]
         if piece.end - piece.begin == view.numel() or full.layout is not torch.strided:
             return full
@@ -346,13 +347,13 @@ class Space:
         return full.as_strided((piece.end - piece.begin,), (1,), begin)
 
     def full_like(self, param: int, part: torch.Tensor) -> torch.Tensor:
-        """A tensor in the shape and memory format of a parameter, of the dtype of `part`."""
+        """Return a tensor in the shape and memory format of a parameter, of the dtype of `part`."""
         view = self._views[param]
         return torch.empty_strided(view.shape, view.stride(), dtype=part.dtype, device=part.device)
 
     def outline(self, param: int, piece: torch.Tensor, value: Any) -> Any:
-        """A value of a piece's state, or, if it belongs to its elements, one without memory that
-        belongs to the whole parameter's."""
+        """Return a value of a piece's state, or, if it belongs to its elements, one without memory
+        that belongs to the whole parameter's."""
         if not isinstance(value, torch.Tensor) or value.shape != piece.shape:
             return value
         return self.full_like(param, value.to("meta"))

@@ -104,14 +104,14 @@ class Run:
     units: tuple[UnitInfo, ...] = ()
 
     def dump(self, path: Path) -> None:
-        """Writes the run as JSON; the folder is made."""
+        """Write the run as JSON; the folder is made."""
         path.parent.mkdir(parents=True, exist_ok=True)
         document = {"format": FORMAT, "version": VERSION, **asdict(self)}
         path.write_text(json.dumps(document, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 def load(path: Path) -> Run:
-    """Reads a run.
+    """Read a run.
 
     Raises:
         ValueError: the file is no recorded run, or of another version.
@@ -299,7 +299,7 @@ class Medians:
 
 
 def steps_of(rank: int, events: Iterable[Event]) -> dict[int, RankStep]:
-    """The complete steps among a rank's marks, by number.
+    """Return the complete steps among a rank's marks, by number.
 
     A step is complete where its backward began, ended and was followed by all averages. A backward
     that failed leaves marks behind, under the number of the next one: the latest count.
@@ -396,7 +396,7 @@ class Straggler:
 
 
 def find_straggler(run: Run, by_step: Mapping[int, Sequence[RankStep]]) -> Straggler | None:
-    """The rank with the largest sum of lags, or None if no rank is late enough to speak of.
+    """Return the rank with the largest sum of lags, or None if no rank is late enough to speak of.
 
     Late enough is more than the clocks' error and 1 % of the median step, in at least half of the
     steps.

@@ -118,7 +118,7 @@ class Recorder:
         return list(steps_of(self._rank, recent).values())[-last:]
 
     def write(self, path: str, timeout: float) -> None:
-        """Writes the marks of all ranks; every rank calls it.
+        """Write the marks of all ranks; every rank calls it.
 
         Args:
             path: rank 0 writes this file; with "{rank}" in it, every rank writes its own.
@@ -166,7 +166,7 @@ class Recorder:
         return records
 
     def _record(self, timeout: float) -> RankRecord:
-        """Waits for the device, which may be behind by steps, and half of the time at most: the
+        """Wait for the device, which may be behind by steps, and half of the time at most: the
         others wait for this rank."""
         unfinished = self._timeline.settle(timeout / 2)
         events, dropped = tuple(self._timeline.events()), self._timeline.dropped()
@@ -223,7 +223,7 @@ def record_steps(policy: TimelinePolicy | None, model: str, engine: Engine) -> R
 
 
 def _on_clock(record: RankRecord, clock: ClockOffset) -> RankRecord:
-    """The record on rank 0's clock."""
+    """Return the record on rank 0's clock."""
     events = tuple((s, m, i, b, time + clock.offset_ns) for s, m, i, b, time in record.events)
     return replace(record, clock_error_ns=clock.error_ns, events=events)
 
