@@ -31,7 +31,7 @@ Grown = dict[str, list[tuple[int, float, float]]]  # by way: world size, error, 
 
 
 def gradients(world: int, numel: int) -> list[Tensor]:
-    """Return gradients to average: a common direction, and noise as strong."""
+    """Return the gradients to average: a common direction, and noise as strong."""
     generator = torch.Generator().manual_seed(SEED)
     common = torch.randn(numel, generator=generator)
     return [common + torch.randn(numel, generator=generator) for _ in range(world)]

@@ -85,7 +85,7 @@ def workload(width: int) -> Workload:
 
 
 def charged(pids: Sequence[int]) -> int:
-    """Bytes of the proportional set sizes of some processes."""
+    """Return the bytes of the proportional set sizes of some processes."""
     total = 0
     for pid in pids:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
@@ -160,7 +160,7 @@ def measure(way: str, width: int, world: int) -> Charged:
 
 
 def _phases(pipes: Sequence[Connection]) -> tuple[int, int]:
-    """Bytes at the peak and at rest."""
+    """Return the bytes at the peak and at rest."""
     pids = [pipe.recv() for pipe in pipes]
     time.sleep(SETTLE_SECONDS)
     before = charged(pids)

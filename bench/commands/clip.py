@@ -48,7 +48,7 @@ Steps = Mapping[str, Sequence[Sequence[float]]]  # by way: seconds, and those of
 
 
 def make_clips(norm: float) -> dict[str, Clip]:
-    """Every way to clip; `norm` is about that of the gradients."""
+    """Return every way to clip; `norm` is about that of the gradients."""
     every = product(LIMITS.items(), CLIPS.items())
     ways = {name + scales: partial(clip, limit * norm) for (scales, limit), (name, clip) in every}
     return {NONE: lambda lane: math.nan, **ways}
@@ -67,7 +67,7 @@ def step(lane: Lane, clip: Clip, group: Group) -> tuple[float, float, float]:
 
 
 def blocks(lane: Lane, group: Group, args: argparse.Namespace) -> Steps:
-    """Steps of all blocks, means of the ranks.
+    """Return the steps of all blocks, means of the ranks.
 
     Raises:
         CheckFailed: on every rank, where ways find other norms.
@@ -102,8 +102,7 @@ def check(norms: Sequence[Sequence[float]], first: float, group: Group) -> None:
 
 
 def percent(parts: Sequence[float]) -> str:
-    """Return the median of parts of a step and its 95 % interval, by the normal form of the
-    binomial."""
+    """Return the median of parts of a step and its 95 % interval, by the normal approximation."""
     ordered, count = sorted(parts), len(parts)
     low = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2) - 1)
     shown = (f"{100 * part:+.2f}" for part in (median(parts), ordered[low], ordered[-1 - low]))
@@ -111,8 +110,7 @@ def percent(parts: Sequence[float]) -> str:
 
 
 def cells(found: Steps) -> dict[str, str]:
-    """Return the cost of each way; of the one without clipping, its step and the number of
-    blocks."""
+    """Return the cost of each way; without clipping, the step and the number of blocks."""
     whole, rest = ({way: [s[i] for s in steps] for way, steps in found.items()} for i in range(2))
     base = median(whole[NONE])
     costs = {way: [s / base for s in less(rest[way], rest[NONE])] for way in found if way != NONE}

@@ -73,7 +73,7 @@ def gpt_task() -> Task:
 
 
 def gratings(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Images of waves, in as many directions as there are classes, under noise.
+    """Return images of waves, in as many directions as there are classes, under noise.
 
     Returns:
         fp32 [count, 3, SIDE, SIDE], and int64 [count]: the direction, or any where mislabelled.
@@ -130,7 +130,7 @@ class Curve:
     final: float
 
     def excess(self, reference: Curve) -> float:
-        """How far the loss is above that of the reference, relative to it."""
+        """Return how far the loss is above that of the reference, relative to it."""
         return self.final / reference.final - 1
 
 
@@ -186,7 +186,7 @@ def check(found: Mapping[str, Mapping[str, Curve]]) -> None:
 def trainings(
     tasks: Mapping[str, Task], wires: Mapping[str, Any], steps: int, group: Group
 ) -> dict[str, dict[str, Curve]]:
-    """Curves by task and by name of a wire; that of NUDGED begins with other weights."""
+    """Return the curves by task and by name of a wire; that of NUDGED begins with other weights."""
     found: dict[str, dict[str, Curve]] = {}
     for label, task in tasks.items():
         for name, wire in wires.items():

@@ -50,7 +50,7 @@ NAMED = b.names("case", [name for case in EVERY for name in dict.fromkeys((case.
 def time_ways(
     ways: dict[str, Way], device: torch.device, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of a call of each way in every round, and those that it takes the host."""
+    """Return the seconds of a call of each way in every round, and those that it takes the host."""
 
     def seconds(way: Way, times: int, ahead: float = 0.0) -> tuple[float, float]:
         watch, start = stopwatch(device, ahead), perf_counter()

@@ -35,7 +35,7 @@ PROFILED = 3  # steps, together
 
 
 def profiled(lane: Lane, group: Group, trace: Path | None) -> dict[str, Any]:
-    """Kernels of a step, and seconds of communication and of its exposed part; None on a CPU."""
+    """Return a step's kernels, and seconds of total and exposed communication; None on a CPU."""
     if group.device.type != "cuda":
         return dict.fromkeys(("kernels", "communication", "exposed"))
     kernels, seen = device_work(lambda: lane.steps(PROFILED), group.device)

@@ -83,8 +83,7 @@ class Ready:
         return cls(order, seconds, [p.numel() for p in parameters], median(lengths))
 
     def least(self, variant: Variant, lane: Lane, rate: float, world: int) -> dict[str, Any]:
-        """Return the least exposed seconds of a variant: of any plan, and of FastDDP's own; or
-        None."""
+        """Return a variant's least exposed seconds: of any plan, and of FastDDP's own; or None."""
         bounds: dict[str, Any] = {"least": None, "least_of_plan": None}
         if variant.bits is None or variant.name == FLOOR:
             return bounds

@@ -57,14 +57,14 @@ def fake_group(world: int) -> Iterator[None]:
 
 
 def plan_seconds(module: nn.Module, world: int) -> float:
-    """Seconds of making a plan for the module's parameters."""
+    """Return the seconds of making a plan for the module's parameters."""
     specs = [ParamSpec.of(i, p) for i, p in enumerate(module.parameters())]
     order, buckets = list(range(len(specs))), BucketPolicy.from_mb(None)
     return host_seconds(lambda: make_plan(specs, order, buckets, SyncPolicy(), world))
 
 
 def backwards(pairs: Pairs, rounds: int, before: Callable[[], object]) -> dict[str, list[float]]:
-    """Seconds of backwards that hand a gradient to every parameter."""
+    """Return the seconds of backwards that hand a gradient to every parameter."""
 
     def once(name: str) -> float:
         module, model = pairs[name]

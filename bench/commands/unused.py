@@ -59,7 +59,7 @@ class Blocks(nn.Module):
 
 
 def stack(args: argparse.Namespace, skip: bool) -> Workload:
-    """Blocks whose widths and batch make a step mostly compute."""
+    """Return blocks whose widths and batch make a step mostly compute."""
     make = partial(Blocks, args.depth, args.width, skip)
     return seeded("blocks", make, normal_batch(32, args.width))
 

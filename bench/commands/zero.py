@@ -98,7 +98,7 @@ class Stages:
         return {**self.others, **made}
 
     def compared(self, steps: Mapping[str, Sequence[float]]) -> dict[str, list[str]]:
-        """Cells of each way: over every base, which itself is in ms."""
+        """Return the cells of each way: over every base, which itself is in ms."""
         median = {name: Spread.of(seconds).median for name, seconds in steps.items()}
         torchs = (name for name in self.others if not name.startswith(OURS))
         bases = self.bases or (min(torchs, key=lambda name: median[name]),)
@@ -161,7 +161,7 @@ def check(lanes: dict[str, Lane], group: Group, steps: int) -> None:
 
 
 def sent(options: Mapping[str, object], workload: Workload, group: Group) -> float:
-    """Bytes that a rank sends in a step where the ranks share no memory, over DDP's."""
+    """Return the bytes that a rank sends in a step where the ranks share no memory, over DDP's."""
     lane = by(Variant(OURS, fast_ddp(**options, shared_memory=False)))(workload, group)
     counts = []
     for _ in range(SETTLED):

@@ -84,7 +84,7 @@ class Session:
         return [outcome.stage for outcome in self.outcomes if outcome.status == FAILED]
 
     def facts(self) -> dict[str, Any]:
-        """Machine and versions."""
+        """Return the machine and versions."""
         return environment(Group(0, 1, torch.device("cuda" if self.context.gpus else "cpu")))
 
 

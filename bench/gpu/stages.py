@@ -92,7 +92,7 @@ def stages(context: Context) -> dict[str, Stage]:
     def measured(
         name: str, summary: str, seconds: float, command: str, gpus: str, together: bool = False
     ) -> Stage:
-        """One benchmark, with what it is given on GPUs and in a rehearsal."""
+        """Return one benchmark, with what it is given on GPUs and in a rehearsal."""
         on_gpus, rehearsed = (bench(f"{command} {how}", name) for how in (gpus, TINY))
         return Stage(name, summary, seconds, (on_gpus,), (rehearsed,), together=together)
 

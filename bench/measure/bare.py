@@ -76,7 +76,7 @@ BARE = by_hand("bare", lambda module: BareCollectives(module).finish)
 
 
 def all_reduce_rate(group: Group, bits_per_second: float | None) -> float:
-    """Bytes per second that each rank sends during an all-reduce of a bare fp32 tensor.
+    """Return the bytes per second that each rank sends during an all-reduce of a bare fp32 tensor.
 
     Args:
         bits_per_second: what the link was shaped to, so that a probe takes a moment.

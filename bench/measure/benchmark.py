@@ -234,8 +234,7 @@ class Benchmark:
         return 0
 
     def begun(self, args: argparse.Namespace, group: Group) -> Result:
-        """Return the result before a job: what stands in front of it, and what earlier jobs have
-        found."""
+        """Return the result before a job: its head, and the findings of earlier jobs."""
         if args.json and number_of_job() > 0:
             result: Result = json.loads(args.json.read_text(encoding="utf-8"))
             ranks = str(result["environment"]["ranks"]).split(" and ")
@@ -290,6 +289,6 @@ def choose(kind: str, known: Mapping[str, T], only: str, skip: str) -> list[T]:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """How long to measure, by those options that the command has."""
+    """Return how long to measure, by those options that the command has."""
     asked = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name in args}
     return Settings(**asked)

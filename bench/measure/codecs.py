@@ -106,7 +106,7 @@ class CodecData(Scattered):
         self.wires = [flat.new_zeros(nbytes, dtype=torch.uint8) for _ in range(SOURCES)]
 
     def gathered(self) -> Tensor:
-        """Gradients times SCALE, in the flat buffer, by torch."""
+        """Return the gradients times SCALE, in the flat buffer, by torch."""
         torch._foreach_copy_(self.views(self.flat), self.gradients)
         return self.flat.mul_(SCALE)
 

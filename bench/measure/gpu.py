@@ -76,7 +76,7 @@ def device_work(run: Callable[[], object], device: torch.device) -> tuple[list[K
 
 
 def launches(kernels: Iterable[Kernel]) -> int:
-    """How many are kernels, rather than copies or fills by the driver."""
+    """Return how many are kernels, rather than copies or fills by the driver."""
     return sum(not kernel.name.startswith(("Memcpy", "Memset")) for kernel in kernels)
 
 
@@ -90,7 +90,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def exposed(communication: Sequence[Interval], computation: Sequence[Interval]) -> float:
-    """How long something communicates while nothing computes.
+    """Return how long something communicates while nothing computes.
 
     The union of both is as long as the computation plus what of the communication lies beside it.
     """
@@ -98,7 +98,7 @@ def exposed(communication: Sequence[Interval], computation: Sequence[Interval]) 
 
 
 def summary(kernels: Sequence[Kernel]) -> tuple[float, float]:
-    """Seconds of communication, and those of them exposed."""
+    """Return the seconds of communication, and those of them exposed."""
     sides: dict[bool, list[Interval]] = {True: [], False: []}
     for kernel in kernels:
         sides[COMMUNICATION in kernel.name.lower()].append((kernel.start, kernel.end))

@@ -77,7 +77,7 @@ class LinkName:
 
 
 def parse_links(names: str) -> tuple[LinkName, ...]:
-    """Links with commas between them; raises UsageError."""
+    """Parse links with commas between them; raise UsageError if one is unknown."""
     return tuple(LinkName(name.strip()) for name in names.split(","))
 
 
@@ -212,7 +212,7 @@ class Link:
         return sorted(here, key=lambda name: name.rate is not None)
 
     def sent_bytes(self) -> int:
-        """Bytes that have left by the device so far, headers included; of this rank's share."""
+        """Return this rank's share of the bytes that have left by the device, headers included."""
         lines = Path("/proc/net/dev").read_text(encoding="utf-8").splitlines()
         mine = next(line for line in lines if line.strip().startswith(f"{self.device}:"))
         return int(mine.partition(":")[2].split()[8]) // self.sharers

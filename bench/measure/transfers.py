@@ -116,8 +116,7 @@ class Scattered:
     offsets: list[int]
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return a buffer laid out as `flat` is, at the places of the gradients and in their
-        shapes."""
+        """Return views of a buffer laid out as `flat` is, one for each gradient."""
         places = zip(self.offsets, self.gradients, strict=True)
         return [flat[offset : offset + g.numel()].view(g.shape) for offset, g in places]
 
@@ -134,7 +133,8 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def make_scattered(workload: Workload, case: Case, device: torch.device) -> Scattered:
-    """Random gradients of the workload's shapes, and a random buffer laid out as fastsync does."""
+    """Return random gradients of the workload's shapes, and a random buffer in fastsync's
+    layout."""
     shapes = shapes_of(workload)
     generator = torch.Generator(device).manual_seed(SEED)
 
@@ -147,7 +147,7 @@ def make_scattered(workload: Workload, case: Case, device: torch.device) -> Scat
 
 
 def methods(case: Case, data: Scattered) -> dict[str, Way]:
-    """Every way to do a case, by name."""
+    """Return every way to do a case, by name."""
     gradients, flat, offsets = data.gradients, data.flat, data.offsets
     views = data.views(flat)
     bundle, scale = extension.load().Bundle(gradients, offsets), case.scale

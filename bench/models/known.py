@@ -97,7 +97,7 @@ class LlamaLayer(nn.Module):
 
 
 def llama_layer(scale: float = CPU_SCALE) -> Workload:
-    """Return a layer of Llama 3 8B (Dubey et al., 2024): 218 M parameters in 9 tensors, 2 x 512
+    """Return a layer of Llama 3 8B (Dubey et al., 2024), 218 M parameters in 9 tensors: 2 x 512
     tokens."""
     width = side(4096, scale, LlamaLayer.heads)
     hidden, length = side(14336, scale), share(512, scale)

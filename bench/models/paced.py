@@ -30,7 +30,7 @@ class Clock:
         self._seconds, self._end = seconds, 0.0
 
     def wait(self, first: bool) -> None:
-        """Sleeps, without the GIL, until a layer ends; `first`: no other was before it."""
+        """Sleep, without the GIL, until a layer ends; `first`: no other was before it."""
         now = time.perf_counter()
         self._end = (now if first else self._end) + self._seconds
         time.sleep(max(0.0, self._end - now))

@@ -45,7 +45,7 @@ def normal_batch(*shape: int) -> Callable[[int, int], Tensor]:
 
 
 def tokens(vocabulary: int, *shape: int) -> Callable[[int, int], Tensor]:
-    """Numbers of words, of one shape."""
+    """Return the numbers of words, of one shape."""
     return lambda rank, step: torch.randint(vocabulary, shape, generator=data_generator(rank, step))
 
 

@@ -47,7 +47,7 @@ def documents(root: Path = ROOT) -> list[Path]:
 
 
 def _step_report(result: Result) -> str:
-    """Ratios to the baseline, a column per model."""
+    """Return the ratios to the baseline, a column per model."""
     models = result["models"]
     every = [model["variants"] for model in models.values()]
     headings = (
@@ -102,7 +102,7 @@ def _links_report(result: Result) -> str:
 
 
 def _wires_report(result: Result) -> str:
-    """How long a step takes with every wire format on every link, and what it sends.
+    """Return how long a step takes with every wire format on every link, and what it sends.
 
     A row per format, next to torch's fp32 and fp16; a column per link.
     """
@@ -163,7 +163,7 @@ def filled(text: str, results: Path = RESULTS) -> str:
 
 
 def renewed() -> dict[Path, str]:
-    """Every document and chart as the results would have it."""
+    """Return every document and chart as the results would have it."""
     texts = {path: filled(path.read_text(encoding="utf-8")) for path in documents()}
     for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))

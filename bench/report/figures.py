@@ -62,7 +62,7 @@ DRAWN = {"accuracy": _accuracy, "buckets": _buckets, "overlap": _overlap}
 
 
 def charts(name: str, result: Result) -> dict[str, str]:
-    """SVG texts of a result by file name; none where nothing of its name is drawn."""
+    """Return SVG texts of a result by file name; none where nothing of its name is drawn."""
     if name == "curves":
         tasks = result.get("lines", {}).items()
         return {f"bench-curves-{task}.svg": _curve(task, curves) for task, curves in tasks}

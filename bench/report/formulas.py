@@ -38,7 +38,7 @@ def bus_factor(world: int) -> float:
 def variant_bytes(
     variant: Variant, shapes: Sequence[Sequence[int]], world: int, device: torch.device
 ) -> float | None:
-    """Bytes that a rank of `world` sends for fp32 gradients of these shapes; None: not known."""
+    """Return the bytes that a rank sends for fp32 gradients of these shapes; None: not known."""
     if variant.wire is not None:
         return wire_bytes(variant.wire, shapes, world, device)
     if variant.bits is None:
@@ -77,7 +77,7 @@ class Held:
     master: float = 0.0
 
     def per_rank(self, stage: int, world: int) -> float:
-        """Bytes per parameter on each of `world` ranks, which share what `stage` says."""
+        """Return the bytes per parameter on each of `world` ranks, sharded as `stage` says."""
         of_state, of_gradient, of_parameter = (1 / world if stage >= s else 1.0 for s in (1, 2, 3))
         states = (self.state + self.master) * of_state
         return self.parameter * of_parameter + self.gradient * of_gradient + states
@@ -106,7 +106,7 @@ def held_table() -> str:
 
 
 def finish(ready: Sequence[float], durations: Sequence[float]) -> float:
-    """When the last of the messages is through: F above; 0 where there is none.
+    """Return when the last of the messages is through: F above; 0 where there is none.
 
     Args:
         ready: when each message is ready, in the order in which they are sent.
@@ -126,7 +126,7 @@ def least_exposed(ready: Sequence[float], durations: Sequence[float], backward: 
 def bucketed(
     ready: Sequence[float], durations: Sequence[float], buckets: Sequence[Sequence[int]]
 ) -> tuple[list[float], list[float]]:
-    """Ready times and durations of buckets, each a list of message numbers."""
+    """Return the ready times and durations of buckets, each a list of message numbers."""
     return (
         [max(ready[i] for i in bucket) for bucket in buckets],
         [sum(durations[i] for i in bucket) for bucket in buckets],

@@ -49,7 +49,7 @@ def pivot(
 
 
 def link(timings: Timings, markdown: bool = False) -> str:
-    """One row per variant on a link; see `bench links` for what the columns mean."""
+    """Return one row per variant on a link; see `bench links` for what the columns mean."""
     headers = (
         *("variant", "step ms", "±", "ratio", "sync ms", "±", "sync ratio"),
         *("MB sent", "of formula", "limit ms", "sync / limit", "weights"),
@@ -104,7 +104,7 @@ def kernels(points: list[Point], markdown: bool = False) -> str:
 
 
 def overlap(points: list[Point], markdown: bool = False) -> str:
-    """One row per variant; times in ms."""
+    """Return one row per variant; times in ms."""
 
     def bound(of: Point, key: str) -> tuple[str, str]:
         if of[key] is None:
@@ -121,7 +121,7 @@ def overlap(points: list[Point], markdown: bool = False) -> str:
 
 
 def buckets(points: list[Point], markdown: bool = False) -> str:
-    """Milliseconds of a step: a row per size, a column per family."""
+    """Return the milliseconds of a step: a row per size, a column per family."""
     names = (lambda p: p["of"][4]), (lambda p: p["of"][3])
     return pivot(points, "step ms", _plus_minus, markdown, *names)
 
@@ -132,7 +132,7 @@ def scale(points: list[Point], markdown: bool = False) -> str:
 
 
 def overhead(points: list[Point], markdown: bool = False) -> str:
-    """One row per variant of one model; the last four columns only of GPUs."""
+    """Return one row per variant of one model; the last four columns only of GPUs."""
     headers = (
         *("variant", "step ms", f"of {FLOOR}", "backward, host ms"),
         *("kernels", "communication ms", "exposed ms", "hidden"),
