@@ -60,7 +60,7 @@ def gpt_workload(corpus: data.Corpus) -> Workload:
 
 
 def train(model: nn.Module, workload: Workload, steps: int, group: Group) -> list[float]:
-    """Train as a user's script would; return the mean loss over ranks of every step, in nats per
+    """Train as a user's script would; return every step's mean loss over ranks, in nats per
     byte."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.95))
     losses: list[float] = []

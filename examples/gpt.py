@@ -97,7 +97,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, count: int, temperature: float, seed: int = 0) -> bytes:
-        """Continues `prompt` by `count` bytes; temperature 0 always takes the likeliest byte."""
+        """Continue `prompt` by `count` bytes; temperature 0 always takes the likeliest byte."""
         device = self.head.weight.device
         generator = torch.Generator().manual_seed(seed)
         text = list(prompt)

@@ -63,7 +63,7 @@ def broadcast_weights(module: nn.Module) -> None:
 
 
 def average_each(params: Sequence[nn.Parameter]) -> None:
-    """One all-reduce per gradient, each waited for before the next begins."""
+    """Average by one all-reduce per gradient, each waited for before the next begins."""
     for param in params:
         assert param.grad is not None
         param.grad.div_(dist.get_world_size())
@@ -78,13 +78,13 @@ class Bucket:
         self.missing = len(self.params)
 
     def launch(self) -> None:
-        """Flattens, divides and sends; returns while the collective is under way."""
+        """Flatten, divide and send; return while the collective is in flight."""
         self.flat = torch.cat([_gradient(p).flatten() for p in self.params])
         self.flat.div_(dist.get_world_size())
         self.work = dist.all_reduce(self.flat, async_op=True)
 
     def finish(self) -> None:
-        """Waits, and copies the averages back."""
+        """Wait, and copy the averages back."""
         self.work.wait()
         parts = self.flat.split([p.numel() for p in self.params])
         for param, part in zip(self.params, parts, strict=True):
@@ -99,7 +99,7 @@ def _gradient(param: nn.Parameter) -> Tensor:
 
 
 def make_buckets(params: Iterable[nn.Parameter], cap_mb: float) -> list[Bucket]:
-    """Buckets of at least `cap_mb` MiB, last layers first: the order of backward."""
+    """Return buckets of at least `cap_mb` MiB, last layers first: the order of backward."""
     buckets, group, size = [], [], 0
     for param in reversed(list(params)):
         group.append(param)

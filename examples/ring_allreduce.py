@@ -69,7 +69,7 @@ def reduce_scatter(ring: Ring, chunks: Chunks, watch: Watch) -> None:
 
 
 def all_gather(ring: Ring, chunks: Chunks, watch: Watch) -> None:
-    """Spreads the chunks that `reduce_scatter` has finished, in N-1 steps."""
+    """Spread the chunks that `reduce_scatter` has finished, in N-1 steps."""
     n, rank = ring.size, ring.rank
     for step in range(n - 1):
         ring.exchange(chunks[(rank + 1 - step) % n], chunks[(rank - step) % n])

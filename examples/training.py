@@ -73,8 +73,7 @@ class Settings:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Return the steps of every rank; samples that do not fill a step are left to other
-        epochs."""
+        """Return the steps of a rank; samples beyond them are left to another epoch's order."""
         return self.samples // dist.get_world_size() // (self.batch * self.accumulate)
 
     def check(self) -> None:
@@ -211,7 +210,7 @@ class Trainer:
         return DataLoader(data, batch, sampler=order, generator=own, pin_memory=pinned)
 
     def step(self, batches: Sequence[Sequence[Tensor]]) -> Tensor:
-        """One optimizer step over several batches; their gradients travel with the last one."""
+        """Make one optimizer step over several batches; gradients travel with the last one."""
         for options in self.optimizer.param_groups:
             options["lr"] = learning_rate(self.steps, self.settings)
         self.optimizer.zero_grad()

@@ -64,7 +64,7 @@ class Trained:
         )
 
     def distance(self, other: Trained) -> float:
-        """How far apart the parameters are, relative to the way from the start."""
+        """Return how far apart the parameters are, relative to the way from the start."""
         gap = sum((self.end[n] - other.end[n]).double().square().sum() for n in self.parameters)
         way = sum((other.end[n] - other.start[n]).double().square().sum() for n in self.parameters)
         return math.sqrt(float(gap) / float(way))

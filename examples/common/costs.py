@@ -76,7 +76,7 @@ def live_bytes_reader(device: torch.device) -> Callable[[], int] | None:
 
 
 def shared_bytes() -> int:
-    """Bytes of files without a name that this process made and holds, as `memfd_create` does."""
+    """Return the bytes of nameless files that this process made and holds, as by `memfd_create`."""
     files = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
     return sum(
         512 * os.stat(path).st_blocks
@@ -98,7 +98,7 @@ def settled(read: Callable[[], int]) -> int:
 
 
 def gradient_memory(workload: Workload, variant: Variant, group: Group) -> float | None:
-    """Live bytes that two training steps under `variant` add, over the bytes of the gradients.
+    """Return the live bytes that two steps under `variant` add, over the bytes of the gradients.
 
     Measured after the second backward with `zero_grad(set_to_none=True)`; the largest of all ranks.
     None where it cannot be measured: it needs a GPU or glibc >= 2.33 as the allocator in use.
@@ -124,8 +124,7 @@ def gradient_memory(workload: Workload, variant: Variant, group: Group) -> float
 
 
 def peak_memory(make: Callable[[], Lane], group: Group) -> float | None:
-    """Return the most bytes in use in a training step of a new lane, over the bytes of the
-    parameters.
+    """Return the peak of bytes in a training step of a new lane, over the bytes of the parameters.
 
     The model, its gradients and the optimizer's states are part of it. A GPU's allocator knows its
     peak; on a CPU a thread looks every millisecond. The largest of all ranks, or None as above.
@@ -159,7 +158,7 @@ def events_of(run: Callable[[], object]) -> list[str]:
 
 
 def collectives(lane: Lane) -> int:
-    """Collectives of a lane's next step on this rank."""
+    """Return the number of collectives in a lane's next step on this rank."""
     names = events_of(lane.step)
     by_backend = sum(name.startswith(BACKENDS) for name in names)
     return by_backend or sum(name in COLLECTIVES for name in names)

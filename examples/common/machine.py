@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def environment(group: Group) -> dict[str, Any]:
-    """Machine, versions and job, ready for JSON."""
+    """Return the machine, versions and job, ready for JSON."""
     gpu = None
     if torch.cuda.is_available():
         gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
@@ -43,7 +43,7 @@ def environment(group: Group) -> dict[str, Any]:
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """One line for people."""
+    """Return one line for people."""
     device = facts["gpu"] or f"{facts['cpu']}, {facts['cores']} cores"
     threads = f"{facts['threads_per_rank']} thread(s)"
     ranks = f"{facts['ranks']} ranks over {facts['transport']}, {threads} each"

@@ -99,7 +99,7 @@ class Group:
             torch.cuda.synchronize(self.device)
 
     def timed(self, call: Callable[[], object]) -> float:
-        """Seconds of a call, until this rank's device has done it."""
+        """Return the seconds of a call, until this rank's device has done it."""
         self.synchronize()
         start = time.perf_counter()
         call()

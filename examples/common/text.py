@@ -36,7 +36,7 @@ class Spread:
         return self.q3 - self.q1
 
     def margin(self, samples: int) -> float:
-        """Half the 95 % interval of the median of so many independent samples.
+        """Return half the 95 % interval of the median of so many independent samples.
 
         (McGill, Tukey and Larsen, "Variations of box plots", 1978.)
         """

@@ -82,8 +82,7 @@ class Lane:
 
 
 def rate_share(step: int, steps: int, warmup: int, floor: float = 0.0) -> float:
-    """Return the share of the peak learning rate: a linear warm-up, then a cosine from 1 to
-    `floor`."""
+    """Return the share of the peak rate: a linear warm-up, then a cosine from 1 to `floor`."""
     cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
     return min(1.0, (step + 1) / warmup) * (floor + (1 - floor) * cosine)
 
@@ -116,7 +115,7 @@ def make_lane(
 def make_lanes(
     workload: Workload, variants: Sequence[Variant], group: Group, optimizer: str | None = None
 ) -> dict[str, Lane]:
-    """One lane per variant, all on the same batches.
+    """Return one lane per variant, all on the same batches.
 
     Without an optimizer the weights do not change, so all lanes share those of the first: a dozen
     variants of a large model would not fit into memory.
