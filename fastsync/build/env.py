@@ -259,8 +259,7 @@ def set_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def has_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a launcher has told this process which rank it is, and how to find the
-    others."""
+    """Return whether a launcher has given this process a rank, and the way to find the others."""
     return all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 

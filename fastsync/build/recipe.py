@@ -222,7 +222,7 @@ def _toolkit_root(nvcc: Path, home: str | None) -> Path:
 
 
 def arch_flags(archs: Sequence[str]) -> list[str]:
-    """Machine code for each architecture, and PTX of the newest for what comes after it."""
+    """Return flags for machine code of each architecture, and for PTX of the newest."""
     flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
     return [*flags, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
 

@@ -71,7 +71,7 @@ def machines_of(ranks: Ranks) -> list[list[int]]:
 
 
 def _by(ranks: Ranks, key: Callable[[Facts], str]) -> dict[str, list[int]]:
-    """Ranks with the same `key`."""
+    """Return the ranks with the same `key`."""
     found: dict[str, list[int]] = {}
     for rank, facts in sorted(ranks.items()):
         found.setdefault(key(facts), []).append(rank)
@@ -101,7 +101,7 @@ def check_versions(ranks: Ranks, backend: str) -> list[Finding]:
 
 
 def check_build(ranks: Ranks, backend: str) -> list[Finding]:
-    """Check whether there is an extension, and where from."""
+    """Check that there is an extension, and report its origin."""
     broken = _by({r: f for r, f in ranks.items() if f.build_error}, lambda f: f.build_error)
     if broken:
         remedy = "Install a compiler, or an extension that fits: pip install --no-build-isolation ."
@@ -130,7 +130,7 @@ def check_build(ranks: Ranks, backend: str) -> list[Finding]:
 
 
 def _kinds(groups: Mapping[str, Sequence[int]]) -> str:
-    """One kind by itself, several with their ranks."""
+    """Return one kind by itself, several with their ranks."""
     return next(iter(groups), "") if len(groups) < 2 else _listed(groups)
 
 
@@ -155,8 +155,8 @@ def _differing(ranks: Ranks, name: str, remedy: str) -> list[Finding]:
 
 
 def check_devices(ranks: Ranks, backend: str) -> list[Finding]:
-    """Check whether each rank has a GPU of its own, and all ranks the same kind; or none has
-    any."""
+    """Check that each rank has a GPU of its own and all have the same kind, or that none has
+    one."""
     kinds = _by(ranks, lambda facts: facts.gpu or ("no GPU left" if facts.gpus else "no GPU"))
     if backend != "nccl":
         return []
@@ -217,7 +217,7 @@ def check_address(ranks: Ranks, backend: str) -> list[Finding]:
 
 
 def _candidates(facts: Facts) -> str:
-    """Interfaces that may lead elsewhere, the one towards the store first."""
+    """Return the interfaces that may lead elsewhere, the one towards the store first."""
     every = (facts.interface("nccl"), *facts.interfaces)
     names = [i.name for i in every if i.addresses and not any(map(is_loopback, i.addresses))]
     return " or ".join(dict.fromkeys(names)) or "the one that leads to the others"

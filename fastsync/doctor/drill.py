@@ -162,7 +162,8 @@ class _Child:
             self.ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def told(self) -> dict[str, object]:
-        """How it ended, and when it had its fault or error, by this machine's steady clock."""
+        """Return how it ended, and the time of its fault or error, by this machine's steady
+        clock."""
         error = self.line("error")
         printed = os.pread(self._errors.fileno(), 1 << 24, 0).decode(errors="replace")
         text = error["text"] if error else printed.strip().rpartition("\n")[2]
@@ -255,7 +256,7 @@ def _wrong(drill: Drill, rank: int, outcome: Outcome) -> str:
 
 
 def judge(drill: Drill) -> list[Finding]:
-    """One finding for all ranks that passed, and one for each that did not."""
+    """Return one finding for all ranks that passed, and one for each that did not."""
     wrong = problems(drill)
     found = [
         fail("drill", f"rank {rank} {text}", _RUN_AGAIN if rank == drill.rank else _REMEDY)

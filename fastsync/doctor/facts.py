@@ -95,7 +95,8 @@ class Facts:
     interfaces: tuple[Interface, ...] = ()
 
     def address(self, backend: str) -> str:
-        """Address at which other ranks reach this one; NCCL leaves out the loopback interface."""
+        """Return the address at which others reach this rank; NCCL leaves out the loopback
+        interface."""
         return self.gloo if backend == "gloo" else self.store
 
     def interface(self, backend: str) -> Interface:
@@ -228,7 +229,7 @@ def gloo_address(asked: str, interfaces: tuple[Interface, ...]) -> str:
 
 
 def _list_interfaces() -> tuple[Interface, ...]:
-    """Interfaces of this machine, or of this container if it has a network of its own."""
+    """Return the interfaces of this machine, or of a container that has its own network."""
     six: dict[str, tuple[str, ...]] = {}  # 32 digits, four numbers, and a name in each line
     for line in _INET6.read_text().splitlines() if _INET6.exists() else ():
         digits, *_, name = line.split()

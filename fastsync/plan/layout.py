@@ -132,7 +132,7 @@ class PayloadLayout:
     chunks: int
 
     def bytes_for(self, numel: int) -> int:
-        """Bytes of a bucket of `numel` elements, padding of slots included."""
+        """Return the bytes of a bucket of `numel` elements, padding of slots included."""
         return self.chunk_bytes * -(-numel // self.chunk_numel)
 
 
@@ -220,8 +220,7 @@ def region_layout(slots: FlatLayout, ranks: int, block: int) -> RegionLayout:
 
 
 def outline_regions(slots: FlatLayout, ranks: int, block: int) -> RegionLayout:
-    """Return the same without its parts, of which thousands of ranks have more than memory
-    holds."""
+    """Return the same without its parts: those of thousands of ranks would not fit into memory."""
     alignment, region = math.lcm(block, ALIGNMENT), max(1, slots.numel // ranks)
     longest, rank, end = alignment, 0, 0  # of the rank whose parts come now
     for offset, numel in zip(slots.offsets, slots.numels, strict=True):

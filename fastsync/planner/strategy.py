@@ -152,7 +152,7 @@ def shard_units(record: Record, plan: BucketPlan, shards: int) -> list[Unit]:
 def _owned(
     offsets: Sequence[int], numels: Sequence[int], region: int, rank: int
 ) -> tuple[int, ...]:
-    """Elements of each parameter in a rank's region."""
+    """Return the elements of each parameter in a rank's region."""
     begin, end = rank * region, (rank + 1) * region
     pairs = zip(offsets, numels, strict=True)
     return tuple(max(0, min(at + numel, end) - max(at, begin)) for at, numel in pairs)
@@ -226,7 +226,7 @@ def codes_of(strategy: Strategy, gradients: torch.dtype) -> Codes | None:
 
 
 def coded_units(record: Record, strategy: Strategy) -> dict[int, float]:
-    """Bytes of a rank's codes of each unit's gradients, those that it keeps among them.
+    """Return the bytes of a rank's codes of each unit's gradients, those that it keeps among them.
 
     Empty if gradients travel as they are.
     """

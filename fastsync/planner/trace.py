@@ -70,11 +70,11 @@ class _Recorder(TorchDispatchMode):
         self._next = 0
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Number of its storage, if that was allocated in the trace."""
+        """Return the number of its storage, if that was allocated in the trace."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Their memory is counted elsewhere."""
+        """Leave these tensors out: their memory is counted elsewhere."""
         for tensor in tensors:
             self._numbers[tensor.untyped_storage()._cdata] = -1
 
@@ -156,7 +156,7 @@ class _UnitMarks:
 
 
 def _scratch_of(func: Any, args: tuple[Any, ...]) -> int:
-    """Bytes beside the results that oneDNN holds on a CPU while it convolves.
+    """Return the bytes beside the results that oneDNN holds on a CPU while it convolves.
 
     Both directions compute on copies in blocks of channels: the forward on the weight and the
     input, or the output where few channels come in; the backward first on input and gradient, then
@@ -266,7 +266,7 @@ def _default_loss(output: object, batch: torch.Tensor) -> torch.Tensor:
 
 
 def _make_batch(module: nn.Module, shape: Sequence[int]) -> torch.Tensor:
-    """Token numbers where the model begins with an embedding, else numbers of its own dtype."""
+    """Return token numbers if the model begins with an embedding, else numbers of its own dtype."""
     kinds = (m for m in module.modules() if any(True for _ in m.parameters(recurse=False)))
     if isinstance(next(kinds, None), nn.Embedding):
         return torch.zeros(tuple(shape), dtype=torch.int64)

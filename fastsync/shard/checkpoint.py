@@ -159,8 +159,7 @@ class OptimizerCheckpoint:
     def _whole_state(
         self, optimizer: Optimizer, taken: ShardedOptimizer
     ) -> dict[str, dict[str, Any]]:
-        """Return the state of all parameters by name, fetched from the other ranks. Not
-        collective."""
+        """Fetch the state of all parameters by name from the other ranks. Not collective."""
         states = {**held_state(optimizer), **taken.fetch()}
         params = (param for group in optimizer.param_groups for param in group["params"])
         return {self._names[id(p)]: dict(state) for p in params if (state := states.get(p))}
@@ -396,6 +395,6 @@ def _matched(groups: Sequence[State], state: State) -> list[dict[str, Any]]:
 
 
 def _innermost(optimizer: Optimizer) -> Optimizer:
-    """Libraries wrap optimizers in others, which share its state."""
+    """Return the wrapped optimizer: libraries wrap one in another, which shares its state."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner if isinstance(inner, Optimizer) else optimizer

@@ -379,7 +379,7 @@ class Shares:
             self._server.serve(self._name, self)
 
     def outlive(self) -> None:
-        """The optimizer has died. Other ranks may still ask."""
+        """Keep answering other ranks for a while after the optimizer has died."""
         if self._server is not None:
             self._server.outlive(self._name, self, self._group)
 
@@ -394,8 +394,7 @@ class Shares:
         loaded: torch.Tensor | None,
         states: Mapping[torch.Tensor, State],
     ) -> State:
-        """Return the state of a piece as checkpoints hold it: with its master, once that was
-        stepped on.
+        """Return a piece's state as in checkpoints: with its master, once that was stepped on.
 
         Args:
             loaded: a master that has been loaded since the last step.

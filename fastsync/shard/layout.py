@@ -121,7 +121,7 @@ def cut_by_elements(numels: Sequence[int], world: int, alignment: int = ALIGNMEN
 
 
 def cut_by_tensors(numels: Sequence[int], world: int, alignment: int = ALIGNMENT) -> ShardLayout:
-    """Whole parameters: the largest first, each to the rank that owns least so far.
+    """Assign whole parameters, the largest first, each to the rank that owns least so far.
 
     Parameters and regions begin at multiples of `alignment`.
     """

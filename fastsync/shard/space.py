@@ -220,7 +220,7 @@ class Space:
         return self._in_a_row(piece.param, piece.begin, piece.end)
 
     def _in_a_row(self, param: int, begin: int, end: int) -> torch.Tensor:
-        """Elements of a parameter in the order of its memory."""
+        """Return the elements of a parameter in the order of its memory."""
         view = self._views[param]
         return view.as_strided((end - begin,), (1,), view.storage_offset() + begin)
 
@@ -267,7 +267,7 @@ class Space:
             master[written] = elements[written].float()
 
     def end_step(self) -> Iterator[tuple[torch.Tensor, Callable[[], None]]]:
-        """Rounds masters to the parameters, and lets the gradients go.
+        """Round masters to the parameters, and release the gradients.
 
         Other ranks change parameters, too: a backward through an older graph is an error.
 
@@ -336,8 +336,8 @@ class Space:
         return _lie_at(self.params, self._views)
 
     def cut(self, piece: Piece, full: torch.Tensor) -> torch.Tensor:
-        """Return the elements of `piece` in a tensor of its parameter's shape: a view where it can
-        be."""
+        """Return the elements of `piece` in a tensor of its parameter's shape: a view if
+        possible."""
         view = self._views[piece.param]
         if piece.end - piece.begin == view.numel() or full.layout is not torch.strided:
             return full
@@ -359,8 +359,8 @@ class Space:
         return self.full_like(param, value.to("meta"))
 
     def owned_ranges(self) -> list[tuple[int, int, int]]:
-        """By parameter: where this rank's elements begin in its region, how many, and in the
-        parameter."""
+        """Return, by parameter, where this rank's elements begin in its region, their number, and
+        where they begin in the parameter."""
         ranges = [(0, 0, 0)] * len(self.params)
         for piece in self.own:
             start = self.layout.offsets[piece.param] + piece.begin - self._rank * self.layout.region

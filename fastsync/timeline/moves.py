@@ -145,5 +145,5 @@ def common(some: Iterable[Span], others: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def length(spans: Sequence[Span]) -> float:
-    """Seconds of spans that do not overlap."""
+    """Return the seconds of spans that do not overlap."""
     return sum(1e-9 * (end - start) for start, end in spans)

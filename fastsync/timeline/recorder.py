@@ -61,7 +61,7 @@ class Steps(Protocol):
     """An engine that makes the steps and marks them."""
 
     def steps(self) -> int:
-        """Number of steps that have been made."""
+        """Return the number of steps that have been made."""
 
     def set_timeline(self, timeline: Timeline | None) -> None:
         """Record there from now on."""
@@ -91,7 +91,7 @@ class Recorder:
         self._state = "waiting"  # then "recording", then "finished"
 
     def before_step(self, source: Steps) -> None:
-        """Called before every forward; begins and ends the window, at the same step on all ranks.
+        """Begin or end the window, at the same step on all ranks. Called before every forward.
 
         Args:
             source: whose steps these are.

@@ -282,7 +282,7 @@ def unit_stats(
 def _with_times(
     base: SyncStats, recorded: Sequence[RankStep], one_rank_step: float | None
 ) -> SyncStats:
-    """With what follows from recorded steps."""
+    """Return the statistics with the figures that follow from recorded steps."""
     if one_rank_step is not None and not one_rank_step > 0:
         raise ValueError(f"one_rank_step must be a positive number of seconds, not {one_rank_step}")
     ends = {step.step: step.end for step in recorded}

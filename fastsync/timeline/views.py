@@ -64,7 +64,7 @@ class Summary:
 
 
 def step_length(steps: Sequence[RankStep]) -> float:
-    """Seconds from the first rank's forward to the last rank's averages."""
+    """Return the seconds from the first rank's forward to the last rank's averages."""
     return 1e-9 * (max(s.end for s in steps) - min(s.start for s in steps))
 
 
