@@ -1,7 +1,7 @@
 // Launching kernels: the one place with the <<<>>> syntax, and the check of every launch.
 //
-// A host build of a .cu file (csrc/tests/cuda_shim.h) defines FS_CUDA_LAUNCH and the few CUDA names
-// itself, and FS_CUDA_LAUNCH_TEAMS for kernels with __syncthreads(), which need more of it.
+// A host build of a .cu file (csrc/tests/cuda_shim.h) defines FS_CUDA_LAUNCH and the few CUDA names itself, and
+// FS_CUDA_LAUNCH_TEAMS for kernels with __syncthreads(), which need more of it.
 #pragma once
 
 #include "../check.h"
