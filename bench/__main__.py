@@ -23,18 +23,18 @@ COMMANDS = {
 
 
 def module_of(name: str) -> Any:
-    """The module of a command: its `main` takes arguments and returns an exit code."""
+    """Return the module of a command: its `main` takes arguments and returns an exit code."""
     return import_module(COMMANDS[name])
 
 
 def _summary(module: str) -> str:
-    """The first line of a module's text; the module is not imported for it."""
+    """Return the first line of a module's text; the module is not imported for it."""
     path = HERE.parent.joinpath(*module.split(".")).with_suffix(".py")
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command that the first argument names; without one, lists them all."""
+    """Run the command that the first argument names; without one, lists them all."""
     if argv and argv[0] in COMMANDS:
         return int(module_of(argv[0]).main(argv[1:]))
     asked = not argv or argv[0] in ("-h", "--help")

@@ -81,7 +81,8 @@ ops::CodePlan one_chunk(const std::pair<std::string, int64_t>& plan) {
   return ops::one_chunk(format_named(plan.first), plan.second);
 }
 
-// The kernels by themselves, for benchmarks. `plan` is a format's name and the elements of the flat buffer.
+// The kernels by themselves, for benchmarks. `plan` is a format's name and the elements of the flat
+// buffer.
 void bind_codecs(py::module_& m) {
   using Plan = std::pair<std::string, int64_t>;
   const auto release = py::call_guard<py::gil_scoped_release>();

@@ -84,7 +84,8 @@ void bind_coded(py::module_& m) {
       .def_readwrite("seed", &CodedSpec::seed);
 }
 
-// Faces as Python holds them. A tensor's Python object has so many references where nobody else does.
+// Faces as Python holds them, with the number of references that the Python object of each has
+// without other holders.
 class FaceList {
  public:
   FaceList(py::list faces, std::vector<at::Tensor>& tensors) : faces_(std::move(faces)) {

@@ -1,4 +1,5 @@
-// Python bindings, and nothing else. c10d headers stay out: a process group arrives as the name it is registered under.
+// Python bindings, and nothing else. c10d headers stay out: a process group arrives as the name it
+// is registered under.
 #include "bindings.h"
 
 #include <pybind11/functional.h>
@@ -40,8 +41,8 @@ std::shared_ptr<engine::Reducer> make_reducer(const Tensors& params,
   options.skip_unused = skip_unused;
   options.check_finite = check_finite;
   options.may_skip = may_skip;
-  // The last reference to a process group may be the reducer's. The group's end joins threads, and these may want the GIL to
-  // free what Python lent them.
+  // The last reference to a process group may be the reducer's. The group's end joins threads, and
+  // these may want the GIL to free what Python lent them.
   return {new engine::Reducer(params, names, group_name, options, std::move(precision)),
           torch::impl::destroy_without_gil<engine::Reducer>};
 }

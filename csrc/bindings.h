@@ -13,10 +13,10 @@ namespace fastsync {
 void bind_ops(pybind11::module_& m);
 // Bucket specs of a plan.
 void bind_specs(pybind11::module_& m);
-// Parameters that ranks share.
+// Groups of sharded parameters.
 void bind_units(pybind11::module_& m);
 
-// What looks out for other ranks' faults.
+// The watch for faults of other ranks.
 void bind_watch(pybind11::module_& m);
 
 kernels::Format format_named(const std::string& name);

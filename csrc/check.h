@@ -1,10 +1,11 @@
 // Errors with one form: what was expected, what was found, and what to do about it.
 //
-//   FS_CHECK(cond, ...)        the caller's mistake      -> std::runtime_error  (RuntimeError in Python)
-//   FS_CHECK_VALUE(cond, ...)  a wrong argument          -> std::invalid_argument (ValueError in Python)
-//   FS_ASSERT(cond, ...)       a bug inside fastsync     -> std::logic_error, with file and line
+//   FS_CHECK(cond, ...)        the caller's mistake   -> std::runtime_error (Python: RuntimeError)
+//   FS_CHECK_VALUE(cond, ...)  a wrong argument       -> std::invalid_argument (Python: ValueError)
+//   FS_ASSERT(cond, ...)       a bug inside fastsync  -> std::logic_error, with file and line
 //
-// The message is everything after the condition, streamed in order. No torch header: the kernels use this too.
+// The message is everything after the condition, streamed in order. No torch header: the kernels
+// use this too.
 #pragma once
 
 #include <sstream>

@@ -1,12 +1,13 @@
 /* A wire format in a shared library of your own. This header is plain C and needs no other.
  *
- *   c++ -O3 -shared -fPIC -I "$(python -c 'import fastsync; print(fastsync.include_dir())')" mine.cpp -o libmine.so
+ *   include=$(python -c 'import fastsync; print(fastsync.include_dir())')
+ *   c++ -O3 -shared -fPIC -I "$include" mine.cpp -o libmine.so
  *
  *   model = fastsync.FastDDP(model, payload=fastsync.load_codec("./libmine.so"))
  *
- * The library exports one function, FASTSYNC_CODEC_ENTRY, which returns a table that lives as long as the process. Its
- * functions are called one at a time, without Python's lock, from the backward's thread and from a worker thread. They work
- * on host memory: the gradients must be on the CPU.
+ * The library exports one function, FASTSYNC_CODEC_ENTRY, which returns a table that lives as long
+ * as the process. Its functions are called one at a time, without the GIL, from the backward's
+ * thread and from a worker thread. They work on host memory: the gradients must be on the CPU.
  */
 #ifndef FASTSYNC_CODEC_PLUGIN_H
 #define FASTSYNC_CODEC_PLUGIN_H
@@ -28,19 +29,21 @@ enum {
 typedef struct fastsync_codec {
   int32_t version; /* FASTSYNC_CODEC_VERSION */
   int32_t form;    /* FASTSYNC_TWO_SHOT or FASTSYNC_GATHER */
-  int32_t
-      error_feedback; /* not 0: what a code lost is added to the next step's gradient, unless the user says otherwise */
+  /* Not 0: a code's error is added to the next step's gradient, unless the user says otherwise. */
+  int32_t error_feedback;
   int32_t whole;    /* not 0: a bucket is one chunk; FASTSYNC_GATHER only */
   int64_t block;    /* elements; chunks are multiples of it, unless they are whole buckets */
   const char* name; /* in messages; equal on all ranks, as is all that changes the code */
   void* context;    /* given to the functions */
 
-  /* Bytes of a coded chunk of `numel` elements; of a whole bucket with so many elements of gradients, where `whole`. */
+  /* Bytes of a coded chunk of `numel` elements; with `whole`, of a coded bucket with `numel`
+   * elements of gradients. */
   int64_t (*coded_bytes)(void* context, int64_t numel);
 
-  /* Writes the code of `values`, which it may overwrite, to the `bytes` bytes at `payload`, aligned to 16. The values are
-   * gradients divided by the number of ranks, error feedback included; NaN and infinities shall arrive as such.
-   * Returns NULL, or a text that says what is wrong, which becomes an exception. */
+  /* Writes the code of `values`, which it may overwrite, to the `bytes` bytes at `payload`, aligned
+   * to 16. The values are gradients divided by the number of ranks, error feedback included; NaN
+   * and infinities shall arrive as such. Returns NULL, or a text that says what is wrong, which
+   * becomes an exception. */
   const char* (*encode)(void* context, float* values, int64_t numel, uint8_t* payload,
                         int64_t bytes);
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint has to restore: objects with `state_dict` and `load_state_dict`."""
+    """The objects that a checkpoint restores, with `state_dict` and `load_state_dict`."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer

@@ -91,7 +91,7 @@ def train(rank: int, world: int, wire: str, library: str, steps: int) -> tuple[l
 
 
 def main() -> int:
-    """What the command line does."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--wire", default="signs", help="what gradients travel as (signs)")
     parser.add_argument("--cpp", action="store_true", help="the codec in custom_codec.cpp")

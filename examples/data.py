@@ -29,7 +29,7 @@ class Corpus:
     files: int
 
     def batch(self, rank: int, step: int, size: int, length: int) -> Tensor:
-        """Windows drawn from the training text, other ones for each rank and step.
+        """Return windows drawn from the training text, other ones for each rank and step.
 
         Returns:
             int64 [size, length + 1]: each position's target is the next one.
@@ -39,7 +39,7 @@ class Corpus:
         return windows(self.train, starts, length)
 
     def validation_batch(self, size: int, length: int) -> Tensor:
-        """Windows spread evenly over the held-out text, int64 [size, length + 1]."""
+        """Return windows spread evenly over the held-out text, int64 [size, length + 1]."""
         starts = torch.linspace(0, len(self.validation) - length - 1, size).long()
         return windows(self.validation, starts, length)
 
@@ -49,7 +49,7 @@ def windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
 
 
 def source_files() -> list[Path]:
-    """The standard library's modules, without tests and tables, in the order of their names."""
+    """Return the standard library's modules, without tests and tables, sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
     found = (path.relative_to(root) for path in root.rglob("*.py"))
     kept = [path for path in found if not LEFT_OUT.intersection(path.parts)]
@@ -57,7 +57,7 @@ def source_files() -> list[Path]:
 
 
 def load() -> Corpus:
-    """Reads the corpus; about 10 MB.
+    """Read the corpus; about 10 MB.
 
     Raises:
         RuntimeError: this Python comes without its source.

@@ -49,7 +49,7 @@ def say(group: Group, text: str = "") -> None:
 
 
 def gpt_workload(corpus: data.Corpus) -> Workload:
-    """The demo's GPT as rounds take it."""
+    """Return the demo's GPT as rounds take it."""
     length = gpt.Shape().length
     return Workload(
         "gpt",
@@ -60,7 +60,7 @@ def gpt_workload(corpus: data.Corpus) -> Workload:
 
 
 def train(model: nn.Module, workload: Workload, steps: int, group: Group) -> list[float]:
-    """Trains as a user's script would; returns the mean loss over ranks of every step, in nats per
+    """Train as a user's script would; return every step's mean loss over ranks, in nats per
     byte."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.95))
     losses: list[float] = []
@@ -84,7 +84,7 @@ def train(model: nn.Module, workload: Workload, steps: int, group: Group) -> lis
 
 
 def curve(values: list[float]) -> str:
-    """A line of bars, each the mean of as many values."""
+    """Return a line of bars, each the mean of as many values."""
     cuts = [i * len(values) // WIDTH for i in range(WIDTH + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts) if a < b]
     low, high = min(means), max(means)

@@ -97,7 +97,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, count: int, temperature: float, seed: int = 0) -> bytes:
-        """Continues `prompt` by `count` bytes; temperature 0 always takes the likeliest byte."""
+        """Continue `prompt` by `count` bytes; temperature 0 always takes the likeliest byte."""
         device = self.head.weight.device
         generator = torch.Generator().manual_seed(seed)
         text = list(prompt)
@@ -120,6 +120,6 @@ def _initialise(module: nn.Module) -> None:
 
 
 def build(seed: int = 0, shape: Shape | None = None) -> GPT:
-    """A new GPT, the same at every call with the same seed."""
+    """Return a new GPT, the same at every call with the same seed."""
     torch.manual_seed(seed)
     return GPT(shape or Shape())

@@ -31,7 +31,7 @@ STAGE = "LIMITED_MEMORY_STAGE"  # tells a rank which one it runs
 
 
 def limit_memory(nbytes: int) -> None:
-    """Has Linux refuse this process more private memory than it has now and `nbytes`."""
+    """Limit the private memory of this process to its present size plus `nbytes`."""
     now = 1024 * int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0])
     resource.setrlimit(resource.RLIMIT_DATA, (now + nbytes, resource.RLIM_INFINITY))
 

@@ -57,13 +57,13 @@ def workload(group: Group) -> Workload:
 
 
 def broadcast_weights(module: nn.Module) -> None:
-    """Gives every rank rank 0's parameters and buffers."""
+    """Give every rank rank 0's parameters and buffers."""
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor.detach(), 0)
 
 
 def average_each(params: Sequence[nn.Parameter]) -> None:
-    """One all-reduce per gradient, each waited for before the next begins."""
+    """Average by one all-reduce per gradient, each waited for before the next begins."""
     for param in params:
         assert param.grad is not None
         param.grad.div_(dist.get_world_size())
@@ -78,13 +78,13 @@ class Bucket:
         self.missing = len(self.params)
 
     def launch(self) -> None:
-        """Flattens, divides and sends; returns while the collective is under way."""
+        """Flatten, divide and send; return while the collective is in flight."""
         self.flat = torch.cat([_gradient(p).flatten() for p in self.params])
         self.flat.div_(dist.get_world_size())
         self.work = dist.all_reduce(self.flat, async_op=True)
 
     def finish(self) -> None:
-        """Waits, and copies the averages back."""
+        """Wait, and copy the averages back."""
         self.work.wait()
         parts = self.flat.split([p.numel() for p in self.params])
         for param, part in zip(self.params, parts, strict=True):
@@ -93,13 +93,13 @@ class Bucket:
 
 
 def _gradient(param: nn.Parameter) -> Tensor:
-    """The gradient, which every parameter of this model has after backward."""
+    """Return the gradient, which every parameter of this model has after backward."""
     assert param.grad is not None
     return param.grad
 
 
 def make_buckets(params: Iterable[nn.Parameter], cap_mb: float) -> list[Bucket]:
-    """Buckets of at least `cap_mb` MiB, last layers first: the order of backward."""
+    """Return buckets of at least `cap_mb` MiB, last layers first: the order of backward."""
     buckets, group, size = [], [], 0
     for param in reversed(list(params)):
         group.append(param)
@@ -158,7 +158,7 @@ class ByHand(nn.Module):
 
 
 def by_hand(name: str, averager: Callable[[nn.Module], Callable[[], None]]) -> Variant:
-    """A strategy made of what has to be done after backward."""
+    """Return a strategy made of what has to be done after backward."""
     return Variant(name, lambda module, device: ByHand(module, averager(module)))
 
 

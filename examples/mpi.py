@@ -21,7 +21,7 @@ BATCH = 8
 
 
 def train(model: torch.nn.Module, steps: int) -> list[float]:
-    """The losses of all steps, means over the ranks."""
+    """Return the losses of all steps, means over the ranks."""
     corpus, rank = data.load(), dist.get_rank()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []

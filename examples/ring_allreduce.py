@@ -55,7 +55,7 @@ class Ring:
 
 
 def reduce_scatter(ring: Ring, chunks: Chunks, watch: Watch) -> None:
-    """Adds up the ranks' chunks in place, in N-1 steps.
+    """Add up the ranks' chunks in place, in N-1 steps.
 
     Rank r then holds the finished chunk r + 1, and partial sums of the others.
     """
@@ -69,7 +69,7 @@ def reduce_scatter(ring: Ring, chunks: Chunks, watch: Watch) -> None:
 
 
 def all_gather(ring: Ring, chunks: Chunks, watch: Watch) -> None:
-    """Spreads the chunks that `reduce_scatter` has finished, in N-1 steps."""
+    """Spread the chunks that `reduce_scatter` has finished, in N-1 steps."""
     n, rank = ring.size, ring.rank
     for step in range(n - 1):
         ring.exchange(chunks[(rank + 1 - step) % n], chunks[(rank - step) % n])
@@ -88,7 +88,7 @@ def split(tensor: Tensor, parts: int) -> Chunks:
 
 
 def ring_all_reduce(tensor: Tensor, ring: Ring, watch: Watch = lambda *_: None) -> None:
-    """Replaces `tensor` by its sum over the ranks, the same bits on each of them.
+    """Replace `tensor` by its sum over the ranks, the same bits on each of them.
 
     Args:
         tensor: contiguous, of the same shape and dtype on every rank.
@@ -100,7 +100,7 @@ def ring_all_reduce(tensor: Tensor, ring: Ring, watch: Watch = lambda *_: None) 
 
 
 def trace(group: Group) -> list[str]:
-    """The chunks of every rank after each step, by the ranks whose parts they contain.
+    """Return the chunks of every rank after each step, by the ranks whose parts they contain.
 
     Rank r contributes the bit 1 << r to every chunk, so that a sum tells who is in it.
     """

@@ -57,7 +57,7 @@ def _option(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the result of a run; a checkpoint remembers it."""
+    """The settings that decide the result of a run; a checkpoint stores them."""
 
     epochs: int = _option(4, "passes over the data")
     samples: int = _option(4096, "training pictures in all")
@@ -73,11 +73,11 @@ class Settings:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Of every rank; samples that do not fill a step are left to another epoch's order."""
+        """Return the steps of a rank; samples beyond them are left to another epoch's order."""
         return self.samples // dist.get_world_size() // (self.batch * self.accumulate)
 
     def check(self) -> None:
-        """Raises ValueError where an epoch has no step."""
+        """Raise ValueError where an epoch has no step."""
         if self.steps_per_epoch < 1:
             raise ValueError(
                 f"{self.samples} samples do not fill one step of {dist.get_world_size()} ranks x "
@@ -87,7 +87,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Saving:
-    """Where checkpoints go, every how many steps, and whether to continue from one."""
+    """The file for checkpoints, their interval in steps, and whether to continue from one."""
 
     path: Path | None = None
     every: int = 0
@@ -96,7 +96,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run ends with, the same on every rank: `digest` is the SHA-256 of all weights and
+    """The result of a run, the same on every rank: `digest` is the SHA-256 of all weights and
     buffers, `rates` the learning rate of every step that this run made."""
 
     loss: float
@@ -130,7 +130,7 @@ def build_model() -> nn.Module:
 
 
 def wrap(module: nn.Module, settings: Settings, device: torch.device) -> DistributedDataParallel:
-    """The only difference between torch's DDP and fastsync."""
+    """Wrap the model: the only difference between torch's DDP and fastsync."""
     device_ids = [device.index] if device.type == "cuda" else None
     if settings.wrapper == "torch":
         return DistributedDataParallel(module, device_ids=device_ids)
@@ -191,7 +191,7 @@ class Trainer:
         self.steps = checkpoint.resume(path, self.trained, asdict(self.settings))
 
     def epoch(self) -> Iterator[Tensor]:
-        """Makes the rest of an epoch's steps; yields this rank's mean loss of each."""
+        """Make the rest of an epoch's steps; yield this rank's mean loss of each."""
         settings, per_epoch = self.settings, self.settings.steps_per_epoch
         number, done = divmod(self.steps, per_epoch)
         self.sampler.start(number, done * settings.accumulate * settings.batch)
@@ -210,7 +210,7 @@ class Trainer:
         return DataLoader(data, batch, sampler=order, generator=own, pin_memory=pinned)
 
     def step(self, batches: Sequence[Sequence[Tensor]]) -> Tensor:
-        """One optimizer step over several batches; their gradients travel with the last one."""
+        """Make one optimizer step over several batches; gradients travel with the last one."""
         for options in self.optimizer.param_groups:
             options["lr"] = learning_rate(self.steps, self.settings)
         self.optimizer.zero_grad()
@@ -267,7 +267,7 @@ def say(text: str) -> None:
 
 
 def train(settings: Settings, saving: Saving, device: torch.device) -> Result:
-    """Trains to the end of the last epoch, in the process group that is there.
+    """Train to the end of the last epoch, in the process group that is there.
 
     Raises:
         ValueError: there is too little data for a step, or a checkpoint is of another run.

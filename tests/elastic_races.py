@@ -1,6 +1,7 @@
 """elastic_script, with ranks that die while others rebuild, or between two votes, and two models.
 
-See test_elastic_races.py. More places: "sending", when this rank has begun to send its last bucket,
+See test_elastic_races.py. More places: "sending", when this rank has started to send its last
+bucket,
 and "sent", when the others have all of them; "meets", "connects", "connected", "plans", "links" and
 "gathers", where it rebuilds after a death; "twin", in the backward of the second model.
 """

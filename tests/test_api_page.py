@@ -32,7 +32,7 @@ def rows(heading):
 
 
 def parameters(function):
-    """Those that a caller may name; FastDDP takes any other to report it."""
+    """Return the parameters that a caller may name; FastDDP accepts others only to report them."""
     found = inspect.signature(function).parameters.values()
     return [p for p in found if p.name != "self" and p.kind is not p.VAR_KEYWORD]
 

@@ -104,7 +104,7 @@ def test_every_wire_format_is_listed(name):
 
 @pytest.mark.parametrize("name", ["docs/api.md", "docs/troubleshooting.md"])
 def test_every_wire_format_is_named(name):
-    """Where a paragraph or a row says what `wire=` takes, it says all of it."""
+    """A paragraph or a row that lists values of `wire=` lists all of them."""
     paragraphs = re.split(r"\n\n|\n\| ", (ROOT / name).read_text())
     of_wires = [p for p in paragraphs if "fp8_e4m3" in p]
     assert of_wires
@@ -132,7 +132,7 @@ def test_commands_exist(path):
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
 def test_names_of_the_package_exist(path):
-    """What a page calls fastsync.something can be imported from there."""
+    """Each name that a page calls fastsync.something can be imported from there."""
     for name in set(
         re.findall(r"\bfastsync(?:\.[A-Za-z_]\w*)+", path.read_text().replace("\\", ""))
     ):

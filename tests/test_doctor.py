@@ -220,7 +220,7 @@ def leaving():
 
 
 def test_a_rank_that_dies_meanwhile_is_named():
-    # How it ended is known as long as nobody has waited for its process.
+    # The exit status is known as long as the process has not been waited for.
     named = r"SyncFault: fastsync: rank 1 (exited with code 7|ended) without a word"
     with pytest.raises(RankError, match=named):
         examine_ranks(2, leaving)
@@ -244,7 +244,7 @@ def absent(rank, world):
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_and_not_waited_for():
-    """Facts have ten minutes, but nobody waits for those of a rank that missed the roll call."""
+    """Facts have ten minutes, but rank 0 does not wait for a rank that missed the roll call."""
     report, _, third = run_ranks(absent, 3, timeout=60.0)
     assert found(report, "ranks", "FAIL") == ["rank 1 did not come"]
     assert sorted(report["ranks"]) == [0, 2]

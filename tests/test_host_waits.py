@@ -1,7 +1,7 @@
-"""Where the code of a step would make the host wait for a device: each place, and why it may.
+"""Places where the code of a step could make the host wait for a device, and why each may.
 
 On a device no step waits, unless the script asks for a value. `tests/simulated/test_waits.py`
-counts what does; this finds places that no test passes.
+counts the waits; this finds places that no test reaches.
 """
 
 import ast

@@ -136,7 +136,7 @@ def test_all_parameters_are_named_in_the_order_of_backward():
 
 
 def accumulated(rank, world, zero):
-    """NaN that comes in an earlier of several backwards of one step; then mended by hand."""
+    """Produce NaN in an earlier one of several backwards of a step, and then fix it by hand."""
     model = FastDDP(net(), faults=Faults(nonfinite="raise"), zero=zero)
     optimizer = optim.SGD(model.parameters(), 0.1)
     outcomes = []
@@ -364,7 +364,7 @@ def test_clipping_nothing_is_no_error():
 
 
 def frozen_since(rank, world):
-    """What was poisoned is frozen before the step, and the next plan lacks it."""
+    """Freeze the poisoned parameter before the step; the next plan lacks it."""
     model = FastDDP(net(), faults=Faults(nonfinite="raise"))
     optimizer = optim.SGD(model.parameters(), 0.1)
     weight = model.module[0].weight

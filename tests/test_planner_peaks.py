@@ -54,7 +54,7 @@ def test_units_come_and_go_in_the_order_of_the_step():
     backward = [(kind, unit) for unit in range(3, 0, -1) for kind in ("return", "through")]
     ends = [("return", 4), ("return", 0), ("through", 4)]
     assert marks == [("enter", 0), *forward, ("leave", 0), *ends, *backward[:-1]]
-    # Nobody wants the gradient of the input, so the first unit ends with the backward.
+    # The gradient of the input is not needed, so the first unit ends with the backward.
     assert ("through", 1) not in marks
 
 

@@ -91,7 +91,7 @@ def test_a_copied_example_runs(alone, name):
 
 
 def run_rank(rank, world, name, arguments):
-    """What one rank of a command does."""
+    """Run one rank of a command."""
     benchmark = command.module_of(name).main
     group = Group(rank, world, torch.device("cpu"))
     assert benchmark.on_rank(benchmark.parser().parse_args(arguments), group) == 0

@@ -353,7 +353,8 @@ class Branches(nn.Module):
 
 
 def lopsided(rank, world):
-    """What legitimately differs: gradients that nobody averages, sparse ones, other branches."""
+    """Train with legitimate differences: gradients that are not averaged, sparse ones, other
+    branches."""
     model = FastDDP(
         Branches(), faults=Faults(replicas=ReplicaPolicy(every=1)), find_unused_parameters=True
     )

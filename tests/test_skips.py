@@ -190,7 +190,7 @@ def one_step(rank, model, fails=()):
 
 
 def break_contract(rank, world, how):
-    """What each rank says of a script that does not keep to the contract."""
+    """Return each rank's error for a script that breaks the contract."""
     model = FastDDP(Net(), faults=Faults(on_skip="average_others"))
     optimizer = optimizer_of(model)
     one_step(rank, model)

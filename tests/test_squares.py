@@ -253,7 +253,7 @@ def test_two_models():
 
 
 def in_buckets(rank, world, dtype, options):
-    """What each rank hears of whole gradients: after a backward, and once they were changed."""
+    """Return the squares of whole gradients on each rank: after a backward, and after a change."""
     model = FastDDP(net().to(dtype), **grouped(options))
     model.register_forward_pre_hook(lambda _, args: (args[0].to(dtype),))
     heard, exact = [], []

@@ -31,7 +31,7 @@ Grown = dict[str, list[tuple[int, float, float]]]  # by way: world size, error, 
 
 
 def gradients(world: int, numel: int) -> list[Tensor]:
-    """What ranks might have to average: a common direction, and noise as strong."""
+    """Return the gradients to average: a common direction, and noise as strong."""
     generator = torch.Generator().manual_seed(SEED)
     common = torch.randn(numel, generator=generator)
     return [common + torch.randn(numel, generator=generator) for _ in range(world)]
@@ -43,13 +43,13 @@ def exact_average(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def coded_average(tensors: Sequence[Tensor], name: str, gather: bool = False) -> Tensor:
-    """What every rank would get of a bucket in the format `name`, fp64."""
+    """Return the average that every rank would get from a bucket in the format `name`, fp64."""
     averaged: Tensor = extension.load().wire_average(list(tensors), name, gather)
     return averaged.double()
 
 
 def native_average(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """A ring's sum in `dtype` of gradients divided before: each addition rounds. fp64.
+    """Return a ring's sum in `dtype` of gradients divided before: each addition rounds. fp64.
 
     In a ring of N ranks the chunk c starts at rank c and visits the others in turn.
     """
@@ -65,7 +65,7 @@ def native_average(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def one_rounding_each(tensors: Sequence[Tensor], unit: float) -> Tensor:
-    """The error that rounding each input once, and the result once, can at most make."""
+    """Return the error that rounding each input once, and the result once, can at most make."""
     inputs = torch.stack([t.double().abs() for t in tensors]).mean(0) * unit
     return inputs + (exact_average(tensors).abs() + inputs) * unit
 
@@ -103,7 +103,7 @@ def growth(worlds: Sequence[int], numel: int) -> Grown:
 
 @b.benchmark(jobs=b.one_process)
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
-    """A row per way, a column per number of ranks."""
+    """Return a row per way, a column per number of ranks."""
     Progress(group).show(f"averaging {ELEMENTS} elements of {WORLDS} ranks")
     grown = growth(WORLDS, ELEMENTS)
     title = (

@@ -78,7 +78,7 @@ PARTS = {part.name: part for part in _EVERY}
 
 
 def run(parts: Sequence[Part]) -> int:
-    """Runs the parts, then renews the documents; returns an exit code."""
+    """Run the parts, then renew the documents; return an exit code."""
     # That of the start: the results themselves change the checkout.
     os.environ[COMMIT_VARIABLE] = commit() or ""
     failed = []
@@ -95,7 +95,7 @@ def run(parts: Sequence[Part]) -> int:
 
 
 def possible(parts: Sequence[Part]) -> Sequence[Part]:
-    """Those of the parts that this machine can run; says which it cannot."""
+    """Return the parts that this machine can run, and print those that it cannot."""
     reason = netns.missing_rights() if any(part.on_links for part in parts) else None
     if not reason:
         return parts

@@ -79,13 +79,13 @@ class Charged:
 
 
 def workload(width: int) -> Workload:
-    """A GPT of twelve blocks whose words are few: no parameter takes a large part of it."""
+    """Return a GPT of twelve blocks whose words are few: no parameter takes a large part of it."""
     make = partial(GPT2, width, VOCABULARY, TOKENS)
     return seeded("gpt", make, tokens(VOCABULARY, 1, TOKENS), torch.mean)
 
 
 def charged(pids: Sequence[int]) -> int:
-    """Bytes of the proportional set sizes of some processes."""
+    """Return the bytes of the proportional set sizes of some processes."""
     total = 0
     for pid in pids:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
@@ -94,7 +94,7 @@ def charged(pids: Sequence[int]) -> int:
 
 
 def _train(rank: int, world: int, folder: str, way: str, width: int, pipe: Connection) -> None:
-    """Trains on one rank, and says when it comes to each phase; goes on when told to."""
+    """Train on one rank; report each phase when it is reached, and go on when told to."""
 
     def meet() -> None:
         dist.barrier()
@@ -126,7 +126,7 @@ def _steps(lane: Lane, count: int) -> None:
 
 
 def _looked_at(pipes: Sequence[Connection], pids: Sequence[int]) -> int:
-    """The largest of many looks until all ranks have come to the next phase."""
+    """Return the largest of many looks until all ranks have come to the next phase."""
     most = 0
     while not all(pipe.poll(0.001) for pipe in pipes):
         most = max(most, charged(pids))
@@ -134,7 +134,7 @@ def _looked_at(pipes: Sequence[Connection], pids: Sequence[int]) -> int:
 
 
 def measure(way: str, width: int, world: int) -> Charged:
-    """Trains in one way, in new processes with this one's environment.
+    """Train in one way, in new processes with this one's environment.
 
     Raises:
         CheckFailed: a rank has ended early.
@@ -160,7 +160,7 @@ def measure(way: str, width: int, world: int) -> Charged:
 
 
 def _phases(pipes: Sequence[Connection]) -> tuple[int, int]:
-    """Bytes at the peak and at rest."""
+    """Return the bytes at the peak and at rest."""
     pids = [pipe.recv() for pipe in pipes]
     time.sleep(SETTLE_SECONDS)
     before = charged(pids)

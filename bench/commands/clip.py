@@ -1,15 +1,15 @@
-"""What clipping gradients costs: steps that clip them over steps of the same model that do not.
+"""Cost of clipping gradients: steps that clip over steps of the same model that do not.
 
     python -m bench clip --models gpt2 --seconds 120 --json out/clip.json
 
 [Note: Small differences]
-Clipping takes less than whole steps differ by. So steps of one model, with AdamW, are compared, in
-blocks of one step of each way, in an order that all ranks draw alike. A step's time is the mean of
-the ranks'. Forward and backward know nothing of what comes after: the cost is what a step takes
-after its backward, less what the one without clipping in its block does, over the median step.
-Shown are medians and 95 % intervals of order statistics.
+Clipping takes less time than the differences between whole steps. So steps of one model, with
+AdamW, are compared in blocks of one step per variant, in an order that all ranks draw alike. A
+step's time is the mean over the ranks. Clipping does not affect forward and backward: the cost is
+the time of a step after its backward, less that of the step without clipping in the same block,
+over the median step. The table shows medians and 95 % intervals of order statistics.
 
-The learning rate is 0, so that all steps do the same work; and all ways must find the same norms.
+The learning rate is 0, so that all steps do the same work. All variants must find the same norms.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ Steps = Mapping[str, Sequence[Sequence[float]]]  # by way: seconds, and those of
 
 
 def make_clips(norm: float) -> dict[str, Clip]:
-    """Every way to clip; `norm` is about that of the gradients."""
+    """Return every way to clip; `norm` is about that of the gradients."""
     every = product(LIMITS.items(), CLIPS.items())
     ways = {name + scales: partial(clip, limit * norm) for (scales, limit), (name, clip) in every}
     return {NONE: lambda lane: math.nan, **ways}
 
 
 def step(lane: Lane, clip: Clip, group: Group) -> tuple[float, float, float]:
-    """Makes one; returns its seconds, those of them after backward, and the norm."""
+    """Make one step; return its seconds, those of them after backward, and the norm."""
     norms = []
 
     def rest() -> None:
@@ -67,7 +67,7 @@ def step(lane: Lane, clip: Clip, group: Group) -> tuple[float, float, float]:
 
 
 def blocks(lane: Lane, group: Group, args: argparse.Namespace) -> Steps:
-    """Steps of all blocks, means of the ranks.
+    """Return the steps of all blocks, means of the ranks.
 
     Raises:
         CheckFailed: on every rank, where ways find other norms.
@@ -93,7 +93,7 @@ def blocks(lane: Lane, group: Group, args: argparse.Namespace) -> Steps:
 
 
 def check(norms: Sequence[Sequence[float]], first: float, group: Group) -> None:
-    """Raises CheckFailed on every rank where a batch's norms differ, or are too small to scale."""
+    """Raise CheckFailed on every rank where a batch's norms differ, or are too small to scale."""
     off = group.most(max(max(same) - min(same) for same in norms if same) / first)
     if not off <= ALIKE:
         raise CheckFailed(f"ways to clip find norms that differ by {off:.1e}")
@@ -102,7 +102,7 @@ def check(norms: Sequence[Sequence[float]], first: float, group: Group) -> None:
 
 
 def percent(parts: Sequence[float]) -> str:
-    """The median of parts of a step and its 95 % interval, by the normal form of the binomial."""
+    """Return the median of parts of a step and its 95 % interval, by the normal approximation."""
     ordered, count = sorted(parts), len(parts)
     low = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2) - 1)
     shown = (f"{100 * part:+.2f}" for part in (median(parts), ordered[low], ordered[-1 - low]))
@@ -110,7 +110,7 @@ def percent(parts: Sequence[float]) -> str:
 
 
 def cells(found: Steps) -> dict[str, str]:
-    """The cost of each way; of the one without clipping, its step and the number of blocks."""
+    """Return the cost of each way; without clipping, the step and the number of blocks."""
     whole, rest = ({way: [s[i] for s in steps] for way, steps in found.items()} for i in range(2))
     base = median(whole[NONE])
     costs = {way: [s / base for s in less(rest[way], rest[NONE])] for way in found if way != NONE}
@@ -119,7 +119,7 @@ def cells(found: Steps) -> dict[str, str]:
 
 
 def make(workload: Workload, stage: str, group: Group) -> Lane:
-    """A lane whose weights stay as they are."""
+    """Return a lane whose weights stay as they are."""
     lane = make_lane(workload, Variant(OURS, fast_ddp(zero=int(stage))), group, "adamw")
     lane.optimizer.param_groups[0]["lr"] = 0.0
     return lane

@@ -49,7 +49,7 @@ class Task:
     Attributes:
         loss: of a model and a batch.
         batch: for a rank and a step.
-        held_out: batches that nobody trains on.
+        held_out: batches that are not trained on.
     """
 
     build: Callable[[], nn.Module]
@@ -60,7 +60,7 @@ class Task:
 
 
 def gpt_task() -> Task:
-    """The GPT of examples/ in small: the standard library's own text, byte by byte."""
+    """Return the GPT of examples/ in small: the standard library's own text, byte by byte."""
     corpus = data.load()
     shape = gpt.Shape(width=64, layers=2)
     return Task(
@@ -73,7 +73,7 @@ def gpt_task() -> Task:
 
 
 def gratings(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Images of waves, in as many directions as there are classes, under noise.
+    """Return images of waves, in as many directions as there are classes, under noise.
 
     Returns:
         fp32 [count, 3, SIDE, SIDE], and int64 [count]: the direction, or any where mislabelled.
@@ -93,7 +93,7 @@ def gratings(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def conv_task() -> Task:
-    """The conv net of bench/models in small: the direction of noisy waves."""
+    """Return the conv net of bench/models in small: the direction of noisy waves."""
     workload = WORKLOADS["conv"](scale=1 / 64)
     return Task(
         build=workload.build,
@@ -108,7 +108,7 @@ TASKS: dict[str, Callable[[], Task]] = {"gpt": gpt_task, "conv": conv_task}
 
 
 def nudged(task: Task) -> Task:
-    """The same from other weights, which tells what differences between losses mean."""
+    """Return the same from other weights, which tells what differences between losses mean."""
 
     def build() -> nn.Module:
         module = task.build()
@@ -130,12 +130,12 @@ class Curve:
     final: float
 
     def excess(self, reference: Curve) -> float:
-        """How far the loss is above that of the reference, relative to it."""
+        """Return how far the loss is above that of the reference, relative to it."""
         return self.final / reference.final - 1
 
 
 def train(task: Task, wire: Any, steps: int, group: Group) -> Curve:
-    """Trains a model on this rank, together with the others."""
+    """Train a model on this rank, together with the others."""
     module = task.build().to(group.device)
     model = FastDDP(module, wire=wire, bucket_cap_mb=BUCKET_MIB)
     optimizer = task.optimizer(module)
@@ -160,7 +160,7 @@ def train(task: Task, wire: Any, steps: int, group: Group) -> Curve:
 
 
 def recommended(name: str, steps: int) -> Wire | None:
-    """What docs/tuning.md advises for a training of `steps`; None: the name alone."""
+    """Return the wire that docs/tuning.md advises for `steps` steps; None: the name alone."""
     if name == "topk":
         return Wire(TopK(0.1), warmup_steps=steps // 2)
     return None
@@ -186,7 +186,7 @@ def check(found: Mapping[str, Mapping[str, Curve]]) -> None:
 def trainings(
     tasks: Mapping[str, Task], wires: Mapping[str, Any], steps: int, group: Group
 ) -> dict[str, dict[str, Curve]]:
-    """Curves by task and by name of a wire; that of NUDGED begins with other weights."""
+    """Return the curves by task and by name of a wire; that of NUDGED begins with other weights."""
     found: dict[str, dict[str, Curve]] = {}
     for label, task in tasks.items():
         for name, wire in wires.items():
@@ -204,7 +204,7 @@ def trainings(
     b.RANKS,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
-    """The final losses, how far they are from those of fp32, and the curves."""
+    """Return the final losses, how far they are from those of fp32, and the curves."""
     wires: dict[str, str | Wire] = {REFERENCE: REFERENCE, NUDGED: REFERENCE}
     for name in args.wires:
         wires[name] = name

@@ -50,7 +50,7 @@ NAMED = b.names("case", [name for case in EVERY for name in dict.fromkeys((case.
 def time_ways(
     ways: dict[str, Way], device: torch.device, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of a call of each way in every round, and those that it takes the host."""
+    """Return the seconds of a call of each way in every round, and those that it takes the host."""
 
     def seconds(way: Way, times: int, ahead: float = 0.0) -> tuple[float, float]:
         watch, start = stopwatch(device, ahead), perf_counter()
@@ -69,8 +69,9 @@ def time_ways(
 
 
 def rotated(make: Callable[[], Task], device: torch.device) -> tuple[dict[str, Way], int]:
-    """The ways of a task that `make` makes, checked, and of a copy as large; each call of a way is
-    on other memory than the one before where a GPU would find that in its cache. And bytes moved.
+    """Return the ways of a task that `make` makes, checked, and of a copy as large; each call of a
+    way is on other memory than the one before where a GPU would find that in its cache. And bytes
+    moved.
 
     Raises:
         CheckFailed: a method's result is not that of the reference.
@@ -92,7 +93,7 @@ def rotated(make: Callable[[], Task], device: torch.device) -> tuple[dict[str, W
 
 
 def copy_of(nbytes: int, device: torch.device) -> Way:
-    """Copies so many bytes."""
+    """Copy so many bytes."""
     source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_()
     target = torch.zeros_like(source)
     return lambda: target.copy_(source)
@@ -101,7 +102,7 @@ def copy_of(nbytes: int, device: torch.device) -> Way:
 def measure(
     of: tuple[str, str], ways: dict[str, Way], moved: int, device: torch.device, rounds: int
 ) -> list[Point]:
-    """Times every method of one case, which `of` names with its model.
+    """Time every method of one case, which `of` names with its model.
 
     Returns:
         A point per method; `time` in seconds, `gbps` in 1e9 bytes per second, `moved` in bytes;

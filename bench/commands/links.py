@@ -46,13 +46,13 @@ def measure(
     args: argparse.Namespace,
     group: Group,
 ) -> dict[str, Any]:
-    """Times every variant on a link that is shaped for it.
+    """Time every variant on a link that is shaped for it.
 
     Returns:
         Times in seconds, sizes in bytes, rates in bytes per second; the same on every rank.
     """
     link = Link.here(group.world)
-    # Of their own for each link: what they learn of one must not outlive it.
+    # New ones for each link: adaptive settings of one link must not carry over to the next.
     lanes = make_lanes(model, variants, group)
     link.shape(name.rate)
     rate = all_reduce_rate(group, name.bits_per_second)
@@ -80,7 +80,7 @@ def measure(
     kind=KIND,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
-    """Those of the links that this rank's place allows, one by one."""
+    """Measure the links that this rank's seat allows, one by one."""
     link, verdicts = Link.here(group.world), dict[float, dict[str, str]]()
     variants = select(args.wrappers, required=(FLOOR, BASELINE)).variants
     # By size of the model, so that each is checked once.

@@ -21,7 +21,7 @@ from examples.common.variants import BASELINE, FLOOR, VARIANTS, Variant, ddp, fa
 
 
 def variants_over(gloo: dist.ProcessGroup) -> tuple[Variant, ...]:
-    """Those over `gloo`, and over the default group."""
+    """Return variants over `gloo`, and variants over the default group."""
     options = {"gradient_as_bucket_view": True, "process_group": gloo}
     theirs = {"process_group": gloo}
     return (

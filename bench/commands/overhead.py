@@ -1,11 +1,11 @@
-"""What synchronisation costs beside the model: device time, host time and kernels of a step.
+"""Cost of synchronisation beside the model: device time, host time and kernels of a step.
 
     python -m bench overhead --ranks 1 --models gpt2,resnet50,small --json out/overhead.json
     python -m bench overhead --ranks 2 --sockets --models gpt2 --traces out
 
-With one rank there is nothing to send, so a step should cost what it costs without a wrapper.
-Variants run in bursts, in turn; ratios are taken within a round. A burst's steps follow each other
-without waiting for the device. `host` is the time that `backward()` keeps the host.
+With one rank there is nothing to send, so a step should cost as much as without a wrapper.
+Variants run in bursts, in turn; ratios are taken within a round. The steps of a burst follow each
+other without a wait for the device. `host` is the time that `backward()` occupies the host.
 
 On a GPU, steps of rank 0 are then profiled. NCCL's kernels are communication, all others
 computation; a time at which only the former run is exposed. --traces writes the profiles too.
@@ -35,7 +35,7 @@ PROFILED = 3  # steps, together
 
 
 def profiled(lane: Lane, group: Group, trace: Path | None) -> dict[str, Any]:
-    """Kernels of a step, and seconds of communication and of its exposed part; None on a CPU."""
+    """Return a step's kernels, and seconds of total and exposed communication; None on a CPU."""
     if group.device.type != "cuda":
         return dict.fromkeys(("kernels", "communication", "exposed"))
     kernels, seen = device_work(lambda: lane.steps(PROFILED), group.device)
@@ -54,7 +54,7 @@ def profiled(lane: Lane, group: Group, trace: Path | None) -> dict[str, Any]:
     kind=KIND,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
-    """A point per variant of each model; the times are those of the slowest rank."""
+    """Return a point per variant of each model; the times are those of the slowest rank."""
     variants, progress = select(args.wrappers, required=(FLOOR,)).variants, Progress(group)
     for model in args.models:
         workload, found = b.workload(model, args), []

@@ -59,7 +59,7 @@ class Ready:
 
     @classmethod
     def seen(cls, lane: Lane) -> Ready:
-        """Runs a few steps of a lane that does not synchronise; each time is a median."""
+        """Run a few steps of a lane that does not synchronise; each time is a median."""
         parameters = list(lane.module.parameters())
         arrivals: list[list[float]] = [[] for _ in parameters]
         lengths, start = [], 0.0
@@ -83,7 +83,7 @@ class Ready:
         return cls(order, seconds, [p.numel() for p in parameters], median(lengths))
 
     def least(self, variant: Variant, lane: Lane, rate: float, world: int) -> dict[str, Any]:
-        """The least exposed seconds of a variant: of any plan, and of FastDDP's own; or None."""
+        """Return a variant's least exposed seconds: of any plan, and of FastDDP's own; or None."""
         bounds: dict[str, Any] = {"least": None, "least_of_plan": None}
         if variant.bits is None or variant.name == FLOOR:
             return bounds
@@ -100,7 +100,7 @@ class Ready:
 def measure(
     name: LinkName, factor: float, rate: float, args: argparse.Namespace, group: Group
 ) -> list[Point]:
-    """A point per variant: `time` is the exposed one; the ranks are placed on the link.
+    """Return a point per variant: `time` is the exposed one; the ranks are placed on the link.
 
     Args:
         factor: the length of backward in units of the wire's time for fp32.
@@ -133,7 +133,7 @@ def measure(
     kind=KIND,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
-    """Those of the links that this rank's place allows."""
+    """Measure the links that this rank's seat allows."""
     link = Link.here(group.world)
     for name in link.these(args.links):
         link.shape(name.rate)

@@ -1,13 +1,13 @@
-"""What synchronisation costs the host as models and worlds grow: planning, wrapping, stepping.
+"""Cost of synchronisation on the host as models and worlds grow: planning, wrapping, stepping.
 
     python -m bench scale --parameters 10,100,1000,10000 --worlds 2,64,4096 --json out/scale.json
 
-Parameters of 16 elements each, whose gradients are made beforehand: no layer computes, and a step
-is hooks, buckets and collectives. First in one process, on fake process groups of any size, whose
-collectives do nothing: the time of a plan, of wrapping a module (what is compiled or loaded once is
-left out) and of a backward. torch's DDP cannot run a backward on a fake group. Then on two real
-ranks over loopback, beside torch's DDP. From each backward that of the bare module in the same
-round is subtracted.
+Parameters have 16 elements each, and their gradients are made beforehand: no layer computes, and a
+step consists of hooks, buckets and collectives. The first part runs in one process, on fake process
+groups of any size, whose collectives do nothing. It times a plan, the wrapping of a module (without
+one-time compilation and loading) and a backward. torch's DDP cannot run a backward on a fake group.
+The second part runs on two real ranks over loopback, beside torch's DDP. The time of the bare
+module's backward in the same round is subtracted from each backward.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def fake_group(world: int) -> Iterator[None]:
 
 
 def plan_seconds(module: nn.Module, world: int) -> float:
-    """Seconds of making a plan for the module's parameters."""
+    """Return the seconds of making a plan for the module's parameters."""
     specs = [ParamSpec.of(i, p) for i, p in enumerate(module.parameters())]
     order, buckets = list(range(len(specs))), BucketPolicy.from_mb(None)
     return host_seconds(lambda: make_plan(specs, order, buckets, SyncPolicy(), world))
 
 
 def backwards(pairs: Pairs, rounds: int, before: Callable[[], object]) -> dict[str, list[float]]:
-    """Seconds of backwards that hand a gradient to every parameter."""
+    """Return the seconds of backwards that hand a gradient to every parameter."""
 
     def once(name: str) -> float:
         module, model = pairs[name]
@@ -78,7 +78,7 @@ def backwards(pairs: Pairs, rounds: int, before: Callable[[], object]) -> dict[s
 
 
 def pairs_of(count: int, names: list[str], device: torch.device) -> tuple[Pairs, list[float]]:
-    """The bare list of parameters and wrapped ones, and the seconds that each wrap took."""
+    """Return the bare list of parameters and wrapped ones, and the seconds that each wrap took."""
     bare = BareList([NUMEL] * count, device)
     pairs: Pairs = {FLOOR: (bare, bare)}
     wraps = []
@@ -104,7 +104,7 @@ def on_fake(world: int, count: int, rounds: int, device: torch.device) -> list[P
 
 
 def on_ranks(args: argparse.Namespace, group: Group, progress: Progress) -> Iterator[Point]:
-    """The backward on real ranks, FastDDP's beside torch's."""
+    """Return the backward on real ranks, FastDDP's beside torch's."""
     for count in args.parameters:
         progress.show(f"{group.world} ranks: {count} parameters")
         pairs, _ = pairs_of(count, REAL, group.device)

@@ -1,12 +1,12 @@
-"""What parameters without gradient cost, in time and in collectives.
+"""Cost of parameters without gradient, in time and in collectives.
 
     python -m bench unused --rounds 100 --json out/unused.json
 
-The model is a stack of residual blocks, of which every fourth is left out of the forward. That
-saves its compute, whatever wraps the model; so each wrapper is compared with the bare model of the
-same control flow. The cost of unused parameters is what synchronisation exposes with them, less
-what it exposes without them, in the same round; it is given relative to the step of the model that
-uses all. Collectives are counted by torch's profiler, in a step after the timed ones.
+The model is a stack of residual blocks, every fourth of which is left out of the forward. That
+saves its compute under any wrapper, so each wrapper is compared with the bare model of the same
+control flow. The cost of unused parameters is the exposed synchronisation with them, less that
+without them, in the same round; it is given relative to the step of the model that uses all
+parameters. torch's profiler counts collectives, in a step after the timed ones.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Blocks(nn.Module):
 
 
 def stack(args: argparse.Namespace, skip: bool) -> Workload:
-    """Blocks whose widths and batch make a step mostly compute."""
+    """Return blocks whose widths and batch make a step mostly compute."""
     make = partial(Blocks, args.depth, args.width, skip)
     return seeded("blocks", make, normal_batch(32, args.width))
 
 
 def cost(seconds: Mapping[str, Sequence[float]], name: str) -> Spread:
-    """The relative cost of unused parameters under a wrapper.
+    """Return the relative cost of unused parameters under a wrapper.
 
     Args:
         seconds: per step in each round, by the name of a wrapper and a kind of KINDS.

@@ -80,12 +80,12 @@ def by_units(fully_shard: Callable[..., object], reshard: bool) -> Make:
 
 @dataclass(frozen=True)
 class Stages:
-    """What is compared.
+    """The variants of one comparison.
 
     Attributes:
-        wrapped: options of FastDDP, by way.
-        others: ways without it.
-        bases: what steps are compared with; where there is none, the fastest of torch's ways.
+        wrapped: options of FastDDP, by variant.
+        others: variants without FastDDP.
+        bases: variants that steps are compared with; empty: the fastest of torch's.
     """
 
     wrapped: Mapping[str, Mapping[str, object]]
@@ -98,7 +98,7 @@ class Stages:
         return {**self.others, **made}
 
     def compared(self, steps: Mapping[str, Sequence[float]]) -> dict[str, list[str]]:
-        """Cells of each way: over every base, which itself is in ms."""
+        """Return the cells of each way: over every base, which itself is in ms."""
         median = {name: Spread.of(seconds).median for name, seconds in steps.items()}
         torchs = (name for name in self.others if not name.startswith(OURS))
         bases = self.bases or (min(torchs, key=lambda name: median[name]),)
@@ -145,7 +145,7 @@ def weights(lane: Lane) -> Tensor:
 
 
 def check(lanes: dict[str, Lane], group: Group, steps: int) -> None:
-    """Takes steps with all.
+    """Take steps with all.
 
     Raises:
         CheckFailed: on every rank, where one that keeps fp32 trains other weights than DDP.
@@ -161,7 +161,7 @@ def check(lanes: dict[str, Lane], group: Group, steps: int) -> None:
 
 
 def sent(options: Mapping[str, object], workload: Workload, group: Group) -> float:
-    """Bytes that a rank sends in a step where the ranks share no memory, over DDP's."""
+    """Return the bytes that a rank sends in a step where the ranks share no memory, over DDP's."""
     lane = by(Variant(OURS, fast_ddp(**options, shared_memory=False)))(workload, group)
     counts = []
     for _ in range(SETTLED):
@@ -174,7 +174,7 @@ def sent(options: Mapping[str, object], workload: Workload, group: Group) -> flo
 def measure(
     stages: Stages, workload: Workload, args: argparse.Namespace, group: Group
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Checks and times every way; returns its cells and operators."""
+    """Check and time every way; return its cells and operators."""
     link, ways = Link.here(group.world), stages.ways
     link.shape(None)  # building broadcasts the weights
     rounded = tuple(VARIANTS[name] for name in ways if name in VARIANTS and VARIANTS[name].lossy)

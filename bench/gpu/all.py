@@ -4,9 +4,9 @@
     python -m bench gpu_all --out DIR --seconds 570 --only build,units,kernels
     python -m bench gpu_all --rehearse              # on a CPU: what can be tried without a GPU
 
-Stages run in the order of their value, each for at most its own time; one that fails does not stop
-the others. What a stage has measured is kept at once, also when the command is stopped. docs/gpu.md
-says what each of them shows. The exit code is 1 where a stage failed.
+Stages run in the order of their value, each for at most its own time; a stage that fails does not
+stop the others. A stage's measurements are kept at once, also when the command is stopped.
+docs/gpu.md says what each stage shows. The exit code is 1 if a stage failed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
 @dataclass
 class Outcome:
-    """What became of a stage: PASSED, FAILED or SKIPPED, after how many seconds, and why."""
+    """Outcome of a stage: PASSED, FAILED or SKIPPED, after how many seconds, and why."""
 
     stage: str
     status: str
@@ -62,8 +62,8 @@ class Session:
     """One call of the command.
 
     Attributes:
-        keep: where results are copied to after each stage; None: nowhere.
-        deadline: on the monotonic clock, when everything must have ended.
+        keep: folder that results are copied to after each stage; None: nowhere.
+        deadline: time on the monotonic clock by which everything must have ended.
         variables: of the environment, for the stages.
         packed: whether only the summary and one file with all results are kept.
         mps: whether stages whose ranks share a GPU may start an MPS daemon.
@@ -84,12 +84,12 @@ class Session:
         return [outcome.stage for outcome in self.outcomes if outcome.status == FAILED]
 
     def facts(self) -> dict[str, Any]:
-        """Machine and versions."""
+        """Return the machine and versions."""
         return environment(Group(0, 1, torch.device("cuda" if self.context.gpus else "cpu")))
 
 
 def run_stage(stage: Stage, session: Session) -> Outcome:
-    """Runs a stage's commands until one fails or the time is over."""
+    """Run a stage's commands until one fails or the time is over."""
     commands = stage.rehearsal if session.rehearse else stage.commands
     reason = _reason_to_skip(stage, commands, session)
     if reason:
@@ -157,7 +157,7 @@ def _run(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupts a command, which then writes what it has, and kills what is left of its group."""
+    """Interrupt a command, which then writes its results, and kill the rest of its group."""
     os.killpg(process.pid, signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(GRACE)
@@ -167,7 +167,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_all(chosen_stages: Sequence[Stage], session: Session) -> int:
-    """Runs stage after stage, keeps what there is after each, and returns an exit code."""
+    """Run stage after stage, keep the results after each, and return an exit code."""
     code = 0
     for number, stage in enumerate(chosen_stages, 1):
         print(f"\n=== {stage.name} ({number} of {len(chosen_stages)}): {stage.summary}", flush=True)
@@ -189,7 +189,7 @@ def run_all(chosen_stages: Sequence[Stage], session: Session) -> int:
 
 
 def _keep(session: Session, folder: Path) -> None:
-    """Copies the results, and packs them with traces and logs into one file beside them."""
+    """Copy the results, and pack them with traces and logs into one file beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(session.context.results.glob(SUMMARY if session.packed else "*.json")):
         shutil.copy(path, folder / path.name)

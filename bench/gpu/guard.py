@@ -1,8 +1,8 @@
-"""Runs a command that does not outlive whoever asked for it: `python guard.py COMMAND ...`.
+"""Runs a command that ends with the process that started it: `python guard.py COMMAND ...`.
 
-Whoever asks holds the other end of our standard input and starts us as the leader of a process
-group. However he ends, by a signal that nobody handles too, the kernel closes his end. Then the
-whole group ends: the command, and what it has started.
+The starting process holds the other end of our standard input and starts us as the leader of a
+process group. However it ends, even by a signal that it cannot handle, the kernel closes its end.
+Then the whole group ends: the command, and all that it has started.
 """
 
 from __future__ import annotations

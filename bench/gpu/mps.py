@@ -24,10 +24,10 @@ TRIAL = (sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')")
 
 @contextlib.contextmanager
 def shared_gpus(wanted: bool, output: int) -> Iterator[dict[str, str]]:
-    """Variables for programs that are to use a GPU together as long as the context lasts.
+    """Yield variables for programs that share a GPU while the context lasts.
 
-    None where that is not wanted, where there is no daemon's program or it does not serve, and
-    where somebody else's daemon is at work already. `output`: the file that all of that writes to.
+    None if that is not wanted, if the daemon's program is missing or does not work, and if another
+    daemon is running already. `output`: the file that all of this writes to.
     """
     if not wanted or shutil.which(DAEMON) is None or mps_control().exists():
         yield {}

@@ -42,12 +42,12 @@ KERNELS = "regex:transfer_kernel|encode_kernel|decode_kernel|reduce_kernel"
 
 @dataclass(frozen=True)
 class Context:
-    """Where and on what the stages run.
+    """The folders and GPUs that the stages run with.
 
     Attributes:
         work: for logs and builds.
         results: for the JSON files that are kept.
-        gpus: how many there are; 0 in a rehearsal.
+        gpus: number of GPUs; 0 in a rehearsal.
     """
 
     work: Path
@@ -92,7 +92,7 @@ def stages(context: Context) -> dict[str, Stage]:
     def measured(
         name: str, summary: str, seconds: float, command: str, gpus: str, together: bool = False
     ) -> Stage:
-        """One benchmark, with what it is given on GPUs and in a rehearsal."""
+        """Return one benchmark, with what it is given on GPUs and in a rehearsal."""
         on_gpus, rehearsed = (bench(f"{command} {how}", name) for how in (gpus, TINY))
         return Stage(name, summary, seconds, (on_gpus,), (rehearsed,), together=together)
 

@@ -1,1 +1,1 @@
-"""What benchmarks measure with: declarations, jobs, links, parts of a step, kernels."""
+"""Tools of the benchmarks: declarations, jobs, links, parts of a step, kernels."""

@@ -52,9 +52,9 @@ class BareList(nn.Module):
 
 
 class BareCollectives:
-    """Sums each gradient where it is, as soon as it is there: no packing, no average, no check.
+    """Sums each gradient in place, as soon as it is ready: no packing, no average, no check.
 
-    Nobody trains like this. It is what the backend itself takes where nothing else is in its way.
+    No training works like this. It shows the time of the backend itself, without other costs.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -66,7 +66,7 @@ class BareCollectives:
         self._started.append(dist.all_reduce(parameter.grad, async_op=True))
 
     def finish(self) -> None:
-        """Waits for all of them."""
+        """Wait for all of them."""
         for work in self._started:
             work.wait()
         self._started.clear()
@@ -76,7 +76,7 @@ BARE = by_hand("bare", lambda module: BareCollectives(module).finish)
 
 
 def all_reduce_rate(group: Group, bits_per_second: float | None) -> float:
-    """Bytes per second that each rank sends during an all-reduce of a bare fp32 tensor.
+    """Return the bytes per second that each rank sends during an all-reduce of a bare fp32 tensor.
 
     Args:
         bits_per_second: what the link was shaped to, so that a probe takes a moment.

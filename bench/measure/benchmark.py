@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def numbers(kind: type, above: float = 0, unit: str = "") -> Callable[[str], tuple[Any, ...]]:
-    """An argparse type: numbers with commas between them, all greater than `above`."""
+    """Return an argparse type: numbers with commas between them, all greater than `above`."""
 
     def parse(text: str) -> tuple[Any, ...]:
         try:
@@ -56,7 +56,7 @@ def numbers(kind: type, above: float = 0, unit: str = "") -> Callable[[str], tup
 
 
 def names(kind: str, known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
-    """An argparse type: names of a kind, or "all", with commas between them."""
+    """Return an argparse type: names of a kind, or "all", with commas between them."""
     every = tuple(known)
 
     def parse(text: str) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def _wrappers(text: str) -> str:
 
 
 def positive(text: str) -> float:
-    """An argparse type: a number above 0."""
+    """Return an argparse type: a number above 0."""
     return float(numbers(float)(text)[0])
 
 
@@ -121,21 +121,21 @@ def ranks(default: str = "2", least: int = 2) -> Argument:
 
 
 def workload(name: str, args: argparse.Namespace) -> Workload:
-    """The model of that name, at the scale asked for: by default 1 where there is a GPU."""
+    """Return the model of that name, at the scale asked for: by default 1 where there is a GPU."""
     scale = 1.0 if args.scale is None and torch.cuda.is_available() else args.scale
     return WORKLOADS[name]() if scale is None else WORKLOADS[name](scale=scale)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a benchmark has found: a text to print, and what it adds to the result."""
+    """A finding of a benchmark: a text to print, and the part that it adds to the result."""
 
     text: str
     part: Result
 
 
 def table(title: str, headers: Row, rows: Sequence[Row], **more: Any) -> Shown:
-    """A result that is one table."""
+    """Return a result that is one table."""
     part = {"title": title, "headers": list(headers), "rows": [list(row) for row in rows]}
     return Shown(f"{title}\n{render(headers, rows)}", {**part, **more})
 
@@ -143,7 +143,7 @@ def table(title: str, headers: Row, rows: Sequence[Row], **more: Any) -> Shown:
 def by_variant(
     title: str, args: argparse.Namespace, cell: Callable[[Workload, Variant], str]
 ) -> Shown:
-    """A table with a cell for each variant of --wrappers and each model."""
+    """Return a table with a cell for each variant of --wrappers and each model."""
     rows = [
         (variant.name, *(cell(workload(name, args), variant) for name in args.models))
         for variant in select(args.wrappers).variants
@@ -155,18 +155,18 @@ MARGIN = "median of the rounds ± half its 95 % interval"  # what `with_margin` 
 
 
 def with_margin(ratios: Sequence[float]) -> str:
-    """A cell for the ratios of all rounds."""
+    """Return a cell for the ratios of all rounds."""
     spread = Spread.of(ratios)
     return f"{spread.median:.3f} ± {spread.margin(len(ratios)):.3f}"
 
 
 def points(title: str, found: list[Point], kind: str) -> Shown:
-    """A result made of points: those of a scene, as the table of their kind."""
+    """Return a result made of points: those of a scene, as the table of their kind."""
     return Shown(f"{title}\n{LAYOUTS[kind].table(found, False)}", {"points": found})
 
 
 def default_jobs(args: argparse.Namespace) -> list[Job]:
-    """A job for each number of --ranks, and for those of --link or --links that need one."""
+    """Return a job for each number of --ranks, and for those of --link or --links that need one."""
     wanted = getattr(args, "links", None) or [getattr(args, "link", LinkName("loopback"))]
     kinds = [k for k in (True, False) if any(link.on_links == k for link in wanted)]
     sockets = getattr(args, "sockets", False)
@@ -205,7 +205,7 @@ class Benchmark:
     kind: str
 
     def parser(self) -> Parser:
-        """The command line."""
+        """Return the command line."""
         return Parser(f"bench {self.name}", self.text, *self.arguments, *COMMON)
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
@@ -217,7 +217,7 @@ class Benchmark:
         return self.parser().run(start, argv)
 
     def on_rank(self, args: argparse.Namespace, group: Group) -> int:
-        """What each rank does; the main rank prints, and writes what there is so far."""
+        """Run the benchmark on one rank; the main rank prints, and writes the result so far."""
         result = self.begun(args, group)
         if group.is_main:
             print(describe(environment(group)), flush=True)
@@ -234,7 +234,7 @@ class Benchmark:
         return 0
 
     def begun(self, args: argparse.Namespace, group: Group) -> Result:
-        """The result before a job: what stands in front of it, and what earlier jobs have found."""
+        """Return the result before a job: its head, and the findings of earlier jobs."""
         if args.json and number_of_job() > 0:
             result: Result = json.loads(args.json.read_text(encoding="utf-8"))
             ranks = str(result["environment"]["ranks"]).split(" and ")
@@ -266,7 +266,7 @@ def benchmark(
     kind: str = TABLE,
     jobs: Callable[[argparse.Namespace], list[Job]] = default_jobs,
 ) -> Callable[[Run], Benchmark]:
-    """Declares the function it stands above as the benchmark that its module is named after."""
+    """Declare the function it stands above as the benchmark that its module is named after."""
 
     def declare(run: Run) -> Benchmark:
         name, text = run.__module__.rpartition(".")[2], sys.modules[run.__module__].__doc__
@@ -276,7 +276,7 @@ def benchmark(
 
 
 def choose(kind: str, known: Mapping[str, T], only: str, skip: str) -> list[T]:
-    """What to run, in the order of `only`, or of `known` where that is "all".
+    """Return the choices to run, in the order of `only`, or of `known` if that is "all".
 
     Raises:
         UsageError: a name is unknown, or nothing is left.
@@ -289,6 +289,6 @@ def choose(kind: str, known: Mapping[str, T], only: str, skip: str) -> list[T]:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """How long to measure, by those options that the command has."""
+    """Return how long to measure, by those options that the command has."""
     asked = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name in args}
     return Settings(**asked)

@@ -34,7 +34,7 @@ Code = tuple[Tensor, ...]  # codes, then scales of blocks where the format has t
 
 
 def torch_encode(format: Format, flat: Tensor) -> Code:
-    """The code of `flat`, fp32 [whole blocks], in torch's own operations."""
+    """Return the code of `flat`, fp32 [whole blocks], in torch's own operations."""
     if format.scale_bytes == 0:
         return (flat.to(DTYPES[format.name], copy=True),)
     blocks = flat.view(-1, format.block)
@@ -52,7 +52,7 @@ def torch_encode(format: Format, flat: Tensor) -> Code:
 
 
 def torch_decode(format: Format, code: Code) -> Tensor:
-    """What a code stands for, fp32, flat."""
+    """Decode a code, fp32, flat, in torch's own operations."""
     codes = code[0]
     if format.scale_bytes == 0:
         return codes.float()
@@ -72,11 +72,11 @@ class CodecCase:
 
     @property
     def name(self) -> str:
-        """As on the command line, for example "encode int8"."""
+        """Return the name on the command line, for example "encode int8"."""
         return f"{self.kind} {self.wire}"
 
     def task(self, workload: Workload, device: torch.device) -> Task:
-        """The case with random gradients of the workload's shapes."""
+        """Return the case with random gradients of the workload's shapes."""
         generator = torch.Generator(device).manual_seed(SEED)
         shapes = shapes_of(workload)
         gradients = [torch.randn(*s, generator=generator, device=device) for s in shapes]
@@ -106,16 +106,16 @@ class CodecData(Scattered):
         self.wires = [flat.new_zeros(nbytes, dtype=torch.uint8) for _ in range(SOURCES)]
 
     def gathered(self) -> Tensor:
-        """Gradients times SCALE, in the flat buffer, by torch."""
+        """Return the gradients times SCALE, in the flat buffer, by torch."""
         torch._foreach_copy_(self.views(self.flat), self.gradients)
         return self.flat.mul_(SCALE)
 
     def encode(self, wire: Tensor) -> None:
-        """By fastsync's kernel."""
+        """Encode by fastsync's kernel."""
         extension.load().encode(self.gradients, self.offsets, wire, self.plan, SCALE)
 
     def decoded(self, wire: Tensor) -> Tensor:
-        """What a wire stands for, flat, by fastsync's kernel."""
+        """Decode a wire buffer, flat, by fastsync's kernel."""
         flat = torch.zeros_like(self.flat)
         extension.load().decode([flat], [0], wire, self.plan)
         return flat
@@ -128,7 +128,7 @@ class CodecData(Scattered):
         read: Callable[[], Tensor],
         *wanted: Tensor,
     ) -> Task:
-        """A task whose results may be off by one rounding of the format.
+        """Return a task whose results may be off by one rounding of the format.
 
         Args:
             ways: ours, then torch's; one that returns a code is judged by what that stands for.

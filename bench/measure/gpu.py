@@ -22,7 +22,7 @@ Interval = tuple[float, float]
 
 
 def stopwatch(device: torch.device, ahead: float = 0.0) -> Callable[[], float]:
-    """Starts to measure, by events on a GPU, else by the clock; what it returns ends that, and
+    """Start to measure, by events on a GPU, else by the clock; what it returns ends that, and
     returns the seconds. A GPU first sleeps for `ahead` seconds, while the host hands it work."""
     if device.type != "cuda":
         start = time.perf_counter()
@@ -42,7 +42,7 @@ def stopwatch(device: torch.device, ahead: float = 0.0) -> Callable[[], float]:
 
 
 def run_burst(lane: Lane, device: torch.device, steps: int) -> tuple[float, float]:
-    """Times `steps` steps after one that is not timed. Nothing waits for the device in between.
+    """Time `steps` steps after one that is not timed. Nothing waits for the device in between.
 
     Returns:
         Seconds of a step, and those for which `backward()` kept the host, the median.
@@ -55,7 +55,7 @@ def run_burst(lane: Lane, device: torch.device, steps: int) -> tuple[float, floa
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ran on the device, and from when to when, in seconds."""
+    """A kernel or copy that ran on the device, with its start and end in seconds."""
 
     name: str
     start: float
@@ -63,7 +63,7 @@ class Kernel:
 
 
 def device_work(run: Callable[[], object], device: torch.device) -> tuple[list[Kernel], profile]:
-    """The kernels and copies that `run` has the GPU do, and the profile that saw them."""
+    """Return the kernels and copies that `run` has the GPU do, and the profile that saw them."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         run()
         torch.cuda.synchronize(device)
@@ -76,12 +76,12 @@ def device_work(run: Callable[[], object], device: torch.device) -> tuple[list[K
 
 
 def launches(kernels: Iterable[Kernel]) -> int:
-    """How many are kernels, rather than copies or fills by the driver."""
+    """Return how many are kernels, rather than copies or fills by the driver."""
     return sum(not kernel.name.startswith(("Memcpy", "Memset")) for kernel in kernels)
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """The length of the union of intervals."""
+    """Return the length of the union of intervals."""
     total, covered = 0.0, -math.inf
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, covered))
@@ -90,7 +90,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def exposed(communication: Sequence[Interval], computation: Sequence[Interval]) -> float:
-    """How long something communicates while nothing computes.
+    """Return how long something communicates while nothing computes.
 
     The union of both is as long as the computation plus what of the communication lies beside it.
     """
@@ -98,7 +98,7 @@ def exposed(communication: Sequence[Interval], computation: Sequence[Interval]) 
 
 
 def summary(kernels: Sequence[Kernel]) -> tuple[float, float]:
-    """Seconds of communication, and those of them exposed."""
+    """Return the seconds of communication, and those of them exposed."""
     sides: dict[bool, list[Interval]] = {True: [], False: []}
     for kernel in kernels:
         sides[COMMUNICATION in kernel.name.lower()].append((kernel.start, kernel.end))

@@ -40,7 +40,7 @@ class Job:
 
 
 def run_jobs(main: Main, jobs: Sequence[Job], threads: int) -> int:
-    """Runs `main` on every rank of every job, until one fails, and returns an exit code.
+    """Run `main` on every rank of every job, until one fails, and return an exit code.
 
     Args:
         threads: CPU threads of torch in each rank.
@@ -68,7 +68,7 @@ def run_jobs(main: Main, jobs: Sequence[Job], threads: int) -> int:
 
 
 def number_of_job() -> int:
-    """Of this rank, from 0."""
+    """Return the number of this rank's job, from 0."""
     return int(os.environ.get(JOB_VARIABLE, "0"))
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from examples.common.ranks import Placement, UsageError
 
-DEVICE, PORT = "fslink", 29500  # in every namespace of a rank, which nobody else uses
+DEVICE, PORT = "fslink", 29500  # in every rank's own namespace
 SUBNET = "10.213.0"
 RATE = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[kmg])bit")
 UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
@@ -51,17 +51,17 @@ class LinkName:
 
     @property
     def on_links(self) -> bool:
-        """Whether ranks need namespaces of their own."""
+        """Return whether ranks need namespaces of their own."""
         return self.name != LOOPBACK
 
     @property
     def rate(self) -> str | None:
-        """What to shape the link to, in tc's notation."""
+        """Return the rate to shape the link to, in tc's notation."""
         return None if self.name in (LOOPBACK, UNSHAPED) else self.name
 
     @property
     def bits_per_second(self) -> float | None:
-        """The same as a number."""
+        """Return the same as a number."""
         match = RATE.fullmatch(self.rate or "")
         return float(match["number"]) * UNITS[match["unit"]] if match else None
 
@@ -72,12 +72,12 @@ class LinkName:
 
     @property
     def scale(self) -> float:
-        """The size of the model that suits the link."""
+        """Return the size of the model that suits the link."""
         return SLOW_SCALE if (self.bits_per_second or SLOW) < SLOW else 1.0
 
 
 def parse_links(names: str) -> tuple[LinkName, ...]:
-    """Links with commas between them; raises UsageError."""
+    """Parse links with commas between them; raise UsageError if one is unknown."""
     return tuple(LinkName(name.strip()) for name in names.split(","))
 
 
@@ -99,15 +99,15 @@ def missing_rights() -> str | None:
 
 
 class Seat(NamedTuple):
-    """Where ranks of one machine live: the process that holds their namespace, in which their end
-    of the link is DEVICE, and where the other end of its veth pair is."""
+    """The seat of the ranks of one machine: the process that holds their namespace, in which their
+    end of the link is DEVICE, and the place of the other end of its veth pair."""
 
     holder: str
     far_holder: str
     far_device: str
 
     def placement(self, local_rank: int, local_ranks: int) -> Placement:
-        """How to start a rank inside the namespace, with Gloo bound to its link."""
+        """Return how to start a rank inside the namespace, with Gloo bound to its link."""
         environment = {
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(local_ranks),
@@ -168,7 +168,7 @@ def _namespace() -> Iterator[str]:
 
 
 def _join(seat: Seat) -> None:
-    """Makes the veth pair of a seat."""
+    """Make the veth pair of a seat."""
     far = ("name", seat.far_device, "netns", seat.far_holder)
     _in(seat.holder, "ip", "link", "add", "name", DEVICE, "type", "veth", "peer", *far)
 
@@ -189,7 +189,7 @@ class Link:
 
     @classmethod
     def here(cls, world: int) -> Link:
-        """The link of the rank that asks: what `network` placed it on, else loopback."""
+        """Return the link of the rank that asks: what `network` placed it on, else loopback."""
         value = os.environ.get(LINK_VARIABLE)
         if not value:
             return cls("lo", None, world)
@@ -207,19 +207,19 @@ class Link:
         dist.barrier()
 
     def these(self, names: Iterable[LinkName]) -> list[LinkName]:
-        """Those of the links that this rank's place allows, the unshaped ones first."""
+        """Return the links that this rank's seat allows, the unshaped ones first."""
         here = [name for name in names if name.on_links == (self.seat is not None)]
         return sorted(here, key=lambda name: name.rate is not None)
 
     def sent_bytes(self) -> int:
-        """Bytes that have left by the device so far, headers included; of this rank's share."""
+        """Return this rank's share of the bytes that have left by the device, headers included."""
         lines = Path("/proc/net/dev").read_text(encoding="utf-8").splitlines()
         mine = next(line for line in lines if line.strip().startswith(f"{self.device}:"))
         return int(mine.partition(":")[2].split()[8]) // self.sharers
 
 
 def _shape(holder: str, device: str, rate: str | None) -> None:
-    """Limits what leaves by `device` of a namespace to `rate`, in tc's notation; None: no limit."""
+    """Limit what leaves by `device` of a namespace to `rate`, in tc's notation; None: no limit."""
     if rate is None:
         with suppress(subprocess.CalledProcessError):  # there may be none
             _in(holder, "tc", "qdisc", "del", "dev", device, "root")
@@ -229,7 +229,7 @@ def _shape(holder: str, device: str, rate: str | None) -> None:
 
 
 def _inside(holder: str) -> tuple[str, str]:
-    """What stands before a command that is to run in a namespace."""
+    """Return the prefix of a command that runs in a namespace."""
     return "nsenter", f"--net=/proc/{holder}/ns/net"
 
 

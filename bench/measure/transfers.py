@@ -44,7 +44,7 @@ class Task:
     judged: Callable[[str, Any], tuple[Tensor, Tensor, Tensor | float]]
 
     def check(self, name: str, way: Way) -> None:
-        """Runs a way once; raises CheckFailed where an element of its result is wrong."""
+        """Run a way once; raise CheckFailed if an element of its result is wrong."""
         for target in self.targets:  # a way that writes nothing is found out
             blank = 255 if target.dtype is torch.uint8 else 0
             target.fill_(math.nan if target.is_floating_point() else blank)
@@ -71,12 +71,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As on the command line, for example "pack fp32>bf16"."""
+        """Return the name on the command line, for example "pack fp32>bf16"."""
         ends = (self.gradient, self.flat) if self.kind == PACK else (self.flat, self.gradient)
         return f"{self.kind} {'>'.join(SHORT[dtype] for dtype in ends)}"
 
     def task(self, workload: Workload, device: torch.device) -> Task:
-        """The case with random gradients of the workload's shapes."""
+        """Return the case with random gradients of the workload's shapes."""
         data, packs = make_scattered(workload, self, device), self.kind == PACK
         sources, targets = data.gradients, data.views(data.flat)
         if not packs:
@@ -116,13 +116,13 @@ class Scattered:
     offsets: list[int]
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """A buffer laid out as `flat` is, at the places of the gradients and in their shapes."""
+        """Return views of a buffer laid out as `flat` is, one for each gradient."""
         places = zip(self.offsets, self.gradients, strict=True)
         return [flat[offset : offset + g.numel()].view(g.shape) for offset, g in places]
 
 
 def shapes_of(workload: Workload) -> list[torch.Size]:
-    """Of its gradients."""
+    """Return the shapes of a workload's gradients."""
     with torch.device("meta"):
         return [p.shape for p in workload.build().parameters()]
 
@@ -133,7 +133,8 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def make_scattered(workload: Workload, case: Case, device: torch.device) -> Scattered:
-    """Random gradients of the workload's shapes, and a random buffer laid out as fastsync does."""
+    """Return random gradients of the workload's shapes, and a random buffer in fastsync's
+    layout."""
     shapes = shapes_of(workload)
     generator = torch.Generator(device).manual_seed(SEED)
 
@@ -146,7 +147,7 @@ def make_scattered(workload: Workload, case: Case, device: torch.device) -> Scat
 
 
 def methods(case: Case, data: Scattered) -> dict[str, Way]:
-    """Every way to do a case, by name."""
+    """Return every way to do a case, by name."""
     gradients, flat, offsets = data.gradients, data.flat, data.offsets
     views = data.views(flat)
     bundle, scale = extension.load().Bundle(gradients, offsets), case.scale

@@ -43,8 +43,8 @@ def deep(scale: float = 1.0) -> Workload:
 
 
 def _encoder(width: int, vocabulary: int) -> nn.Module:
-    """Token embedding, 6 pre-norm encoder layers, untied output projection; from tokens [batch,
-    length] to logits [batch, length, vocabulary]."""
+    """Return an encoder: token embedding, 6 pre-norm layers, untied output projection; from tokens
+    [batch, length] to logits [batch, length, vocabulary]."""
     layer = nn.TransformerEncoderLayer(
         width, 6, 4 * width, dropout=0.0, batch_first=True, norm_first=True
     )
@@ -57,7 +57,8 @@ def _encoder(width: int, vocabulary: int) -> nn.Module:
 
 
 def transformer(scale: float = 1.0) -> Workload:
-    """A 17 M transformer on 4 x 64 tokens: many tensor sizes, much computation to overlap with."""
+    """Return a 17 M transformer on 4 x 64 tokens: many tensor sizes, much computation for
+    overlap."""
     width, vocabulary = side(384, scale, multiple=6), side(8192, scale)
     return seeded("transformer", partial(_encoder, width, vocabulary), tokens(vocabulary, 4, 64))
 
@@ -89,7 +90,7 @@ class Residual(nn.Module):
 def residual_network(
     first: int, pool: nn.Module, blocks: Sequence[Sequence[Layer]], classes: int
 ) -> nn.Module:
-    """A stem with `first` channels, residual blocks, and a classifier."""
+    """Return a stem with `first` channels, residual blocks, and a classifier."""
     stem = nn.Conv2d(3, first, 7, 2, 3, bias=False)
     layers: list[nn.Module] = [stem, nn.BatchNorm2d(first), nn.ReLU(), pool]
     channels = first
@@ -101,7 +102,7 @@ def residual_network(
 
 
 def conv(scale: float = 1.0) -> Workload:
-    """An 11 M residual network with BatchNorm on 4 x 3 x 64 x 64: buffers besides gradients."""
+    """Return an 11 M residual network with BatchNorm on 4 x 3 x 64 x 64, which has buffers."""
     first = side(64, scale)
     blocks = [
         ((first * 2**stage, 3, 2 if stage and not index else 1), (first * 2**stage, 3, 1))

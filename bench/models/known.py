@@ -44,7 +44,7 @@ class GPT2(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The loss of tokens [batch, length]."""
+        """Return the loss of tokens [batch, length]."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.norm(self.blocks(self.tokens(tokens) + self.positions(places)))
         logits = functional.linear(x, self.tokens.weight)[:, :-1]
@@ -60,7 +60,7 @@ def gpt2(scale: float = CPU_SCALE) -> Workload:
 
 
 def block(scale: float = CPU_SCALE) -> Workload:
-    """A block of GPT-2, 7.1 M parameters in 12 tensors: a bucket of 28 MB."""
+    """Return a block of GPT-2, 7.1 M parameters in 12 tensors: a bucket of 28 MB."""
     width = side(768, scale, GPT2.heads)
     return seeded("block", lambda: Block(Shape(width, GPT2.heads)), normal_batch(8, 64, width))
 
@@ -97,7 +97,8 @@ class LlamaLayer(nn.Module):
 
 
 def llama_layer(scale: float = CPU_SCALE) -> Workload:
-    """A layer of Llama 3 8B (Dubey et al., 2024): 218 M parameters in 9 tensors, 2 x 512 tokens."""
+    """Return a layer of Llama 3 8B (Dubey et al., 2024), 218 M parameters in 9 tensors: 2 x 512
+    tokens."""
     width = side(4096, scale, LlamaLayer.heads)
     hidden, length = side(14336, scale), share(512, scale)
     return seeded("llama_layer", partial(LlamaLayer, width, hidden), normal_batch(2, length, width))

@@ -1,9 +1,10 @@
-"""A model that computes by waiting: the processor is left to whoever synchronises.
+"""A model that computes by waiting, and leaves the processor to synchronisation.
 
 On a machine with as many ranks as cores, computation and communication compete for the cores, and
-a step tells little about how well they overlap. Here a layer's backward sleeps instead, as a host
-does while its GPU computes, and then hands over a gradient. What is left is the wire. Layers end at
-fixed distances from the start of backward, as those of a device do that computes on meanwhile.
+a step says little about how well they overlap. Here a layer's backward sleeps instead, as a host
+does while its GPU computes, and then hands over a gradient. Only the cost of the wire remains.
+Layers end at fixed distances from the start of the backward, as on a device that computes on
+meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Clock:
         self._seconds, self._end = seconds, 0.0
 
     def wait(self, first: bool) -> None:
-        """Sleeps, without the GIL, until a layer ends; `first`: no other was before it."""
+        """Sleep, without the GIL, until a layer ends; `first`: no other was before it."""
         now = time.perf_counter()
         self._end = (now if first else self._end) + self._seconds
         time.sleep(max(0.0, self._end - now))

@@ -15,12 +15,12 @@ CPU_SCALE = 1 / 16  # of models of real size, so that two CPU cores take a fract
 
 
 def data_generator(rank: int, step: int) -> torch.Generator:
-    """A random generator that differs for every rank and step."""
+    """Return a random generator that differs for every rank and step."""
     return torch.Generator().manual_seed(1 + rank * 1_000_003 + step)
 
 
 def mean_square(output: Tensor) -> Tensor:
-    """A loss for models whose output is compared with nothing."""
+    """Return a loss for models whose output is compared with nothing."""
     return output.pow(2).mean()
 
 
@@ -30,7 +30,7 @@ def seeded(
     batch: Callable[[int, int], Tensor],
     loss: Callable[[Tensor], Tensor] = mean_square,
 ) -> Workload:
-    """A model, made with the same weights at every call, and its data."""
+    """Return a model, made with the same weights at every call, and its data."""
 
     def build() -> nn.Module:
         torch.manual_seed(WEIGHT_SEED)
@@ -45,15 +45,15 @@ def normal_batch(*shape: int) -> Callable[[int, int], Tensor]:
 
 
 def tokens(vocabulary: int, *shape: int) -> Callable[[int, int], Tensor]:
-    """Numbers of words, of one shape."""
+    """Return the numbers of words, of one shape."""
     return lambda rank, step: torch.randint(vocabulary, shape, generator=data_generator(rank, step))
 
 
 def side(size: int, scale: float, multiple: int = 1) -> int:
-    """A width, such that `scale` multiplies the elements of a matrix of two such sides."""
+    """Return a width, such that `scale` multiplies the elements of a matrix of two such sides."""
     return max(1, round(size * math.sqrt(scale) / multiple)) * multiple
 
 
 def share(count: int, scale: float) -> int:
-    """A number of things, multiplied by `scale`; at least one."""
+    """Return a number of things, multiplied by `scale`; at least one."""
     return max(1, round(count * scale))

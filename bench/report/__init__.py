@@ -1,1 +1,1 @@
-"""What is made of results: tables, charts, and the documents that hold them."""
+"""Presentation of results: tables, charts, and the documents that hold them."""

@@ -24,7 +24,7 @@ Scale = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Labels:
-    """What stands around a chart."""
+    """The texts around a chart."""
 
     title: str
     x: str
@@ -41,13 +41,13 @@ class Line:
 
 
 def text(x: float, y: float, words: str, size: int = 12, **style: str) -> str:
-    """One line of text; underscores in the names of attributes become hyphens."""
+    """Return one line of text; underscores in the names of attributes become hyphens."""
     more = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in style.items())
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}"{more}>{escape(words)}</text>'
 
 
 def polyline(places: Sequence[Place], colour: str, width: float, dashed: bool = False) -> str:
-    """A line through places."""
+    """Return a line through places."""
     corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     dash = ' stroke-dasharray="6 4"' if dashed else ""
     return (
@@ -56,7 +56,7 @@ def polyline(places: Sequence[Place], colour: str, width: float, dashed: bool = 
 
 
 def line_chart(labels: Labels, lines: Sequence[Line], log_y: bool = False) -> str:
-    """Lines over a logarithmic horizontal axis; the vertical one begins at 0 unless it is too."""
+    """Draw lines over a logarithmic axis; the vertical one begins at 0 unless `log_y`."""
     xs = sorted({x for each in lines for x, _ in each.points})
     ys = [y for each in lines for _, y in each.points if y > 0]
     place = _logarithmic(xs[0], xs[-1], LEFT, WIDTH - RIGHT)
@@ -100,7 +100,7 @@ def _logarithmic(low: float, high: float, start: float, end: float) -> Scale:
 
 
 def _frame(labels: Labels, marks: Sequence[float], height: Scale) -> list[str]:
-    """Title, names of the axes, and a horizontal rule at every mark."""
+    """Return the title, names of the axes, and a horizontal rule at every mark."""
     middle, grey = (TOP + HEIGHT - BOTTOM) / 2, {"text_anchor": "middle", "fill": FAINT}
     parts = [
         text(LEFT, 24, labels.title, 15, font_weight="bold"),

@@ -42,12 +42,12 @@ WIRES, LINKS = "-wires", "links"  # the end of a marker that shows a part of a r
 
 
 def documents(root: Path = ROOT) -> list[Path]:
-    """The documents that may hold figures."""
+    """Return the documents that may hold figures."""
     return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
 
 
 def _step_report(result: Result) -> str:
-    """Ratios to the baseline, a column per model."""
+    """Return the ratios to the baseline, a column per model."""
     models = result["models"]
     every = [model["variants"] for model in models.values()]
     headings = (
@@ -77,7 +77,7 @@ def _cell(timing: Result | None, is_baseline: bool) -> str:
 
 
 def _point_report(result: Result) -> str:
-    """A table for each scene."""
+    """Return a table for each scene."""
     layout = LAYOUTS[result["kind"]]
     scenes: dict[tuple[str, ...], list[Point]] = {}
     for point in result["points"]:
@@ -92,7 +92,7 @@ def _point_report(result: Result) -> str:
 
 
 def _links_report(result: Result) -> str:
-    """A table for each link."""
+    """Return a table for each link."""
     tables = (f"{link_title(r)}:\n\n{link(r['variants'], True)}" for r in result["links"])
     caption = (
         "Medians ± half the range between the quartiles of the rounds; ratios to "
@@ -102,7 +102,7 @@ def _links_report(result: Result) -> str:
 
 
 def _wires_report(result: Result) -> str:
-    """How long a step takes with every wire format on every link, and what it sends.
+    """Return how long a step takes with every wire format on every link, and what it sends.
 
     A row per format, next to torch's fp32 and fp16; a column per link.
     """
@@ -127,7 +127,7 @@ def _table_report(result: Result) -> str:
 
 
 def figures(name: str, results: Path = RESULTS, drawn: bool = True) -> str:
-    """What belongs between the markers of `name`; `drawn`: with links to its charts."""
+    """Return the text between the markers of `name`; `drawn`: with links to its charts."""
     if name.startswith(GPU):
         return _of_gpus(name.removeprefix(GPU), results)
     if name == SUMMARY:
@@ -151,7 +151,7 @@ def figures(name: str, results: Path = RESULTS, drawn: bool = True) -> str:
 
 
 def _of_gpus(stage: str, results: Path) -> str:
-    """What every GPU's folder holds of a stage of `bench gpu_all`."""
+    """Return the figures of a stage of `bench gpu_all` from the folders of all GPUs."""
     paths = sorted(results.glob(f"*/{stage}.json"))
     found = [figures(path.stem, path.parent, drawn=False) for path in paths]
     return "\n\n".join(found) or NOT_MEASURED
@@ -163,7 +163,7 @@ def filled(text: str, results: Path = RESULTS) -> str:
 
 
 def renewed() -> dict[Path, str]:
-    """Every document and chart as the results would have it."""
+    """Return every document and chart as the results would have it."""
     texts = {path: filled(path.read_text(encoding="utf-8")) for path in documents()}
     for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ from examples.common.variants import FLOOR
 
 
 def _in_first_scene(result: Result, depth: int) -> list[Point]:
-    """The points that share the first `depth` names of the first one."""
+    """Return the points that share the first `depth` names of the first one."""
     points = result["points"]
     return [p for p in points if p["of"][:depth] == points[0]["of"][:depth]]
 
@@ -62,7 +62,7 @@ DRAWN = {"accuracy": _accuracy, "buckets": _buckets, "overlap": _overlap}
 
 
 def charts(name: str, result: Result) -> dict[str, str]:
-    """SVG texts of a result by file name; none where nothing of its name is drawn."""
+    """Return SVG texts of a result by file name; none where nothing of its name is drawn."""
     if name == "curves":
         tasks = result.get("lines", {}).items()
         return {f"bench-curves-{task}.svg": _curve(task, curves) for task, curves in tasks}

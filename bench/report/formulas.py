@@ -1,17 +1,17 @@
-"""What is known before anything is measured: the bytes that each rank has to send in a step, by
-wire format (docs/wire.md), those that it holds, by stage of ZeRO (docs/zero.md), and the least time
-for which communication can be exposed.
+"""Figures that need no measurement: the bytes that each rank has to send in a step, by wire format
+(docs/wire.md), those that it holds, by stage of ZeRO (docs/zero.md), and the least time for which
+communication can be exposed.
 
-Bytes are without padding, flags and headers, of which whatever is counted has a little more.
+Bytes are without padding, flags and headers; counted bytes are slightly more.
 
 [Note: The least exposed time]
 Messages i = 1..n are ready at r_i after the start of a backward of length T, in this order, and the
 link needs c_i for each, one after the other. Message i starts when it is ready and its predecessor
-is through, so the last one is through at
+has arrived, so the last one arrives at
 
     F = max over i of (r_i + c_i + c_{i+1} + ... + c_n)
 
-and max(0, F - T) of it is exposed, whatever is done. With single gradients as messages this is the
+and at least max(0, F - T) of it is exposed. With single gradients as messages this is the
 least for a model and a link: no choice of buckets can do better. With buckets as messages, ready
 with their last gradients, it is the least for a plan. c_i is 2(N-1)/N times the bytes of the
 message over the rate of the link; latency and the work of the processors are left aside.
@@ -31,14 +31,14 @@ from fastsync.wire.formats import Wire, make_codec
 
 
 def bus_factor(world: int) -> float:
-    """What each rank sends in an all-reduce, per byte of its tensor: 2(N-1)/N."""
+    """Return the bytes that each rank sends in an all-reduce, per byte of its tensor: 2(N-1)/N."""
     return 2 * (world - 1) / world
 
 
 def variant_bytes(
     variant: Variant, shapes: Sequence[Sequence[int]], world: int, device: torch.device
 ) -> float | None:
-    """Bytes that a rank of `world` sends for fp32 gradients of these shapes; None: not known."""
+    """Return the bytes that a rank sends for fp32 gradients of these shapes; None: not known."""
     if variant.wire is not None:
         return wire_bytes(variant.wire, shapes, world, device)
     if variant.bits is None:
@@ -49,7 +49,7 @@ def variant_bytes(
 def wire_bytes(
     wire: str, shapes: Sequence[Sequence[int]], world: int, device: torch.device
 ) -> float:
-    """The same, where FastDDP sends them as `wire`, any name that it takes.
+    """Return the same, where FastDDP sends them as `wire`, any name that it takes.
 
     Every rank sends a part to each of the others and, once summed, its own part to all of them; in
     the gather form it sends all it has to all others.
@@ -77,7 +77,7 @@ class Held:
     master: float = 0.0
 
     def per_rank(self, stage: int, world: int) -> float:
-        """Bytes per parameter on each of `world` ranks, which share what `stage` says."""
+        """Return the bytes per parameter on each of `world` ranks, sharded as `stage` says."""
         of_state, of_gradient, of_parameter = (1 / world if stage >= s else 1.0 for s in (1, 2, 3))
         states = (self.state + self.master) * of_state
         return self.parameter * of_parameter + self.gradient * of_gradient + states
@@ -94,7 +94,7 @@ WORLDS, LARGE = (2, 4, 8), 70  # ranks, billion parameters
 
 
 def held_table() -> str:
-    """What a rank holds with Adam, by precision, stage and number of ranks; in Markdown."""
+    """Return a table of the bytes on a rank with Adam, by precision, stage and number of ranks."""
     headers = ("Adam, bytes per parameter", "stage", *(f"{world} ranks" for world in WORLDS))
     rows = []
     for name, held in HELD.items():
@@ -106,7 +106,7 @@ def held_table() -> str:
 
 
 def finish(ready: Sequence[float], durations: Sequence[float]) -> float:
-    """When the last of the messages is through: F above; 0 where there is none.
+    """Return when the last of the messages is through: F above; 0 where there is none.
 
     Args:
         ready: when each message is ready, in the order in which they are sent.
@@ -119,14 +119,14 @@ def finish(ready: Sequence[float], durations: Sequence[float]) -> float:
 
 
 def least_exposed(ready: Sequence[float], durations: Sequence[float], backward: float) -> float:
-    """The seconds by which the last message must outlast a backward of `backward` seconds."""
+    """Return the least time that the last message takes after the backward, in seconds."""
     return max(0.0, finish(ready, durations) - backward)
 
 
 def bucketed(
     ready: Sequence[float], durations: Sequence[float], buckets: Sequence[Sequence[int]]
 ) -> tuple[list[float], list[float]]:
-    """Ready times and durations of buckets, each a list of message numbers."""
+    """Return the ready times and durations of buckets, each a list of message numbers."""
     return (
         [max(ready[i] for i in bucket) for bucket in buckets],
         [sum(durations[i] for i in bucket) for bucket in buckets],

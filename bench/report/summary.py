@@ -22,7 +22,7 @@ LOSSES = "[losses](docs/benchmarks.md#training)"
 
 
 def summary(results: Path) -> str | None:
-    """The table in Markdown; None where a result that it needs is missing."""
+    """Return the table in Markdown; None where a result that it needs is missing."""
     paths = {name: results / f"{name}.json" for name in SOURCES}
     if not all(path.exists() for path in paths.values()):
         return None
@@ -46,7 +46,7 @@ def _size(model: dict[str, Any]) -> str:
 
 
 def _timings(variants: dict[str, Any]) -> list[str]:
-    """The baseline in milliseconds, and ratios to it in the same round."""
+    """Return the baseline in milliseconds, and ratios to it in the same round."""
     baseline, *others = (variants[name] for name in VARIANTS)
     ratios = [f"{other['ratio']['median']:.2f}x" for other in others]
     return [f"{1e3 * baseline['step']['median']:.0f} ms", *ratios]
@@ -59,13 +59,13 @@ def _column(table: dict[str, Any], heading: str) -> list[str]:
 
 
 def _dispatched(table: dict[str, Any]) -> list[str]:
-    """What a step dispatches beyond that of the bare model."""
+    """Return how many operators a step dispatches beyond those of the bare model."""
     cells = {row[0]: int(row[1]) for row in table["rows"]}
     return [str(cells[name] - cells[FLOOR]) for name in VARIANTS]
 
 
 def _parity(table: dict[str, Any]) -> tuple[str, ...]:
-    """What the columns say of FastDDP: one verdict, or all that there are."""
+    """Return the verdict of the columns on FastDDP, or all different ones."""
     title = f"{table['title'].partition(',')[0]}, {len(table['headers']) - 1} trainings"
     _, *verdicts = next(row for row in table["rows"] if row[0] == "fastsync")
     return title, "reference", ", ".join(dict.fromkeys(verdicts)), LOSSES

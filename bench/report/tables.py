@@ -23,12 +23,12 @@ Timings = dict[str, dict[str, Any]]
 
 
 def point(of: Sequence[str], seconds: Sequence[float], **more: Any) -> Point:
-    """A point of the seconds of all rounds."""
+    """Return a point of the seconds of all rounds."""
     return {"of": list(of), "time": asdict(Spread.of(seconds)), **more}
 
 
 def _plus_minus(found: Point) -> str:
-    """The median in ms, and half the range between the quartiles."""
+    """Return the median in ms, and half the range between the quartiles."""
     return " ± ".join(milliseconds(Spread(**found["time"])))
 
 
@@ -40,7 +40,7 @@ def pivot(
     row: Callable[[Point], str] = lambda p: p["of"][2],
     column: Callable[[Point], str] = lambda p: p["of"][3],
 ) -> str:
-    """A table of points by two of their names."""
+    """Return a table of points by two of their names."""
     found = {(row(p), column(p)): cell(p) for p in points}
     columns = list(dict.fromkeys(name for _, name in found))
     names = dict.fromkeys(name for name, _ in found)
@@ -49,7 +49,7 @@ def pivot(
 
 
 def link(timings: Timings, markdown: bool = False) -> str:
-    """One row per variant on a link; see `bench links` for what the columns mean."""
+    """Return one row per variant on a link; see `bench links` for what the columns mean."""
     headers = (
         *("variant", "step ms", "±", "ratio", "sync ms", "±", "sync ratio"),
         *("MB sent", "of formula", "limit ms", "sync / limit", "weights"),
@@ -71,7 +71,7 @@ def link(timings: Timings, markdown: bool = False) -> str:
 
 
 def link_title(record: dict[str, Any]) -> str:
-    """What was measured on a link, in a line."""
+    """Return a line that says what was measured on a link."""
     rate = record["rate_bytes_per_second"] * 8e-9
     per_node = record.get("per_node", 1)
     shared = f" ({per_node} behind each link)" if per_node > 1 else ""
@@ -104,7 +104,7 @@ def kernels(points: list[Point], markdown: bool = False) -> str:
 
 
 def overlap(points: list[Point], markdown: bool = False) -> str:
-    """One row per variant; times in ms."""
+    """Return one row per variant; times in ms."""
 
     def bound(of: Point, key: str) -> tuple[str, str]:
         if of[key] is None:
@@ -121,7 +121,7 @@ def overlap(points: list[Point], markdown: bool = False) -> str:
 
 
 def buckets(points: list[Point], markdown: bool = False) -> str:
-    """Milliseconds of a step: a row per size, a column per family."""
+    """Return the milliseconds of a step: a row per size, a column per family."""
     names = (lambda p: p["of"][4]), (lambda p: p["of"][3])
     return pivot(points, "step ms", _plus_minus, markdown, *names)
 
@@ -132,7 +132,7 @@ def scale(points: list[Point], markdown: bool = False) -> str:
 
 
 def overhead(points: list[Point], markdown: bool = False) -> str:
-    """One row per variant of one model; the last four columns only of GPUs."""
+    """Return one row per variant of one model; the last four columns only of GPUs."""
     headers = (
         *("variant", "step ms", f"of {FLOOR}", "backward, host ms"),
         *("kernels", "communication ms", "exposed ms", "hidden"),

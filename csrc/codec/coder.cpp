@@ -42,7 +42,8 @@ class BlockCoder final : public Coder {
   ops::CodePlan plan_;
 };
 
-// Zeroes what lies between items: a codec may decode zeros to something else, and would be given that again.
+// Zeroes what lies between items: a codec may decode zeros to something else, and would be given
+// that again.
 void clear_gaps(const std::vector<ops::Item>& items, const at::Tensor& flat) {
   std::vector<std::pair<int64_t, int64_t>> taken;
   for (const ops::Item& item : items) taken.emplace_back(item.layout->offset, item.layout->numel);

@@ -32,11 +32,13 @@ class Coder {
 // A format of the kernels.
 std::shared_ptr<Coder> make_block_coder(const ops::CodePlan& plan);
 
-// A user's codec, on chunks of a flat fp32 buffer. Called from the backward and from a worker thread, one call at a time.
+// A user's codec, on chunks of a flat fp32 buffer. Called from the backward and from a worker
+// thread, one call at a time.
 class Codec {
  public:
   virtual ~Codec() = default;
-  // payload = code(values). `values` is fp32 [chunk_numel] and may be overwritten, `payload` uint8 [coded bytes].
+  // payload = code(values). `values` is fp32 [chunk_numel] and may be overwritten, `payload` uint8
+  // [coded bytes].
   virtual void encode(const at::Tensor& values, const at::Tensor& payload) = 0;
   // values = decode(payload)
   virtual void decode(const at::Tensor& payload, const at::Tensor& values) = 0;

@@ -9,7 +9,8 @@
 
 namespace fastsync::engine {
 
-// `codec` has encode(values, payload) and decode(payload, values), as fastsync.Codec describes them.
+// `codec` has encode(values, payload) and decode(payload, values), as fastsync.Codec describes
+// them.
 std::shared_ptr<Codec> make_python_codec(pybind11::object codec);
 
 }  // namespace fastsync::engine

@@ -2,9 +2,9 @@
 //
 //   | positions, int32 [k] | values, fp32 [k] |
 //
-// The whole bucket is one chunk, and every rank sums what all ranks sent: the sum of N sparse vectors has up to N k elements, so
-// coding it again would lose most of it. Stich et al., "Sparsified SGD with memory", 2018; Lin et al., "Deep gradient
-// compression", 2018.
+// The whole bucket is one chunk, and every rank sums what all ranks sent: the sum of N sparse
+// vectors has up to N k elements, so coding it again would lose most of it. Stich et al.,
+// "Sparsified SGD with memory", 2018; Lin et al., "Deep gradient compression", 2018.
 #pragma once
 
 #include <cstdint>

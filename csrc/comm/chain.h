@@ -1,7 +1,9 @@
-// Chains of collectives: each link's input is made from the result of the one before, without the caller and without Python.
+// Chains of collectives: each link's input is made from the result of the one before, without the
+// caller and without Python.
 //
-// On a CPU a worker thread waits between the links (see worker.h). On a device with streams everything is enqueued at once, on
-// one of two streams in turn, so that neither the stream of the backward waits nor a chain for the last link of the one before.
+// On a CPU a worker thread waits between the links (see worker.h). On a device with streams
+// everything is enqueued at once, on one of two streams in turn, so that neither the stream of the
+// backward waits nor a chain for the last link of the one before.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,7 +24,8 @@ class Links {
  public:
   virtual ~Links() = default;
 
-  // Starts link `index` on `groups[index]`, after the one before it is done; nullptr: there is none, and all is done.
+  // Starts link `index` on `groups[index]`, after the one before it is done; nullptr: there is
+  // none, and all is done.
   virtual std::unique_ptr<InFlight> start(size_t index, Collective& group) = 0;
   // How many links start() will start.
   virtual size_t count() const = 0;

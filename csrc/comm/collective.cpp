@@ -25,9 +25,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // [Note: no Python object in a work handle]
-// torch stashes the caller's Python context in thread-local state for each backward, and Gloo's work handle copies that
-// state. Its thread drops the handle while it holds the queue's lock, and would first have to take the GIL from a Python
-// program that is busy, or exiting: the latter aborts the process. Nothing in a collective needs the context.
+// torch stashes the caller's Python context in thread-local state for each backward, and Gloo's
+// work handle copies that state. Its thread drops the handle while it holds the queue's lock, and
+// would first have to take the GIL from a Python program that is busy, or exiting: the latter
+// aborts the process. Nothing in a collective needs the context.
 class WithoutPythonObjects {
  public:
   WithoutPythonObjects() : saved_(at::impl::ThreadLocalPythonObjects::get_state()) {
@@ -41,8 +42,8 @@ class WithoutPythonObjects {
   at::impl::ThreadLocalPythonObjects saved_;
 };
 
-// How the host learns that a collective has ended: by its future, which on a device may complete when it has been enqueued, or by
-// asking the device, for so long at most.
+// How the host learns that a collective has ended: by its future, which on a device may complete
+// when it has been enqueued, or by asking the device, for so long at most.
 struct Tidings {
   bool by_future = true;
   std::optional<std::chrono::milliseconds> patience;
@@ -139,8 +140,8 @@ class WorkInFlight final : public CalledByWait<> {
   std::shared_ptr<Completion> completion_;  // null: not asked for
 };
 
-// torch 2.13 gave these collectives other names and deprecated the old ones. Overloads with `int` are better for the
-// argument 0, where the group has the function that their result is declared by.
+// torch 2.13 gave these collectives other names and deprecated the old ones. Overloads with `int`
+// are better for the argument 0, where the group has the function that their result is declared by.
 using Splits = std::vector<int64_t>;
 
 template <typename Group>
@@ -205,7 +206,8 @@ Communicator communicator_in(const c10::intrusive_ptr<c10d::ProcessGroup>& group
 
 class ProcessGroupCollective final : public Collective {
  public:
-  // Asked once: a group that is written in Python takes the GIL to answer, and the reducer asks for each gradient.
+  // Asked once: a group that is written in Python takes the GIL to answer, and the reducer asks for
+  // each gradient.
   explicit ProcessGroupCollective(c10::intrusive_ptr<c10d::ProcessGroup> group)
       : group_(std::move(group)), rank_(group_->getRank()), size_(group_->getSize()) {}
 
@@ -289,7 +291,8 @@ class ProcessGroupCollective final : public Collective {
     return start(group, "all-gather", {out, in}, [&] { return all_gather_on(group, out, in, 0); });
   }
 
-  // See [Note: sparse sums over Gloo]. The group's own collectives, which keep the order of several models' buckets.
+  // See [Note: sparse sums over Gloo]. The group's own collectives, which keep the order of several
+  // models' buckets.
   std::unique_ptr<InFlight> sum_rows(const at::Tensor& rows) {
     return sum_sparse_rows(rows, size(),
                            [group = group_](const at::Tensor& gathered, const at::Tensor& mine) {
@@ -330,7 +333,8 @@ class ProcessGroupCollective final : public Collective {
     return parts;
   }
 
-  // See [Note: announce first] in messages.h. Gloo's all-gather moreover receives into a temporary of its own and copies that.
+  // See [Note: announce first] in messages.h. Gloo's all-gather moreover receives into a temporary
+  // of its own and copies that.
   std::unique_ptr<InFlight> exchange_parts(std::vector<at::Tensor> parts,
                                            std::vector<at::Tensor> sent) {
     const at::NoGradGuard no_grad;
@@ -349,8 +353,8 @@ class ProcessGroupCollective final : public Collective {
     return exchange(std::move(from), std::move(to), kTag);
   }
 
-  // Gloo's threads wait for the other ranks on the host, whichever device a tensor is on. A group of another kind than
-  // c10d's own may have no backend to ask for.
+  // Gloo's threads wait for the other ranks on the host, whichever device a tensor is on. A group
+  // of another kind than c10d's own may have no backend to ask for.
   static bool waits_on_host(c10d::ProcessGroup& group, at::Device device) {
     if (device.is_cpu()) return true;
     const auto served = group.getDeviceTypes();

@@ -1,7 +1,7 @@
 // Transitions of a flat buffer between ranks, over any c10d process group.
 //
-// With messages.cpp the only code that touches c10d. Its headers stay in these two files: they cost every file that includes
-// them ten seconds of compilation.
+// With messages.cpp the only code that touches c10d. Its headers stay in these two files: they cost
+// every file that includes them ten seconds of compilation.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,11 +28,11 @@ class Collective {
   virtual int size() const = 0;
   // How many of so many bytes for others leave this rank.
   virtual int64_t leaving(int64_t bytes) const { return bytes; }
-  // How many collectives of tensors on `device` it pays to have under way: Gloo has two threads. On a stream the next one is
-  // enqueued while the first runs, and each more would keep its buffers.
+  // How many collectives of tensors on `device` it pays to have under way: Gloo has two threads. On
+  // a stream the next one is enqueued while the first runs, and each more would keep its buffers.
   virtual size_t at_a_time(at::Device device) const { return device.is_cpu() ? 2 : 1; }
-  // The host can wait for collectives of devices, too, where it would only have streams wait: each for so long at most. See
-  // [Note: waiting for a device].
+  // The host can wait for collectives of devices, too, where it would only have streams wait: each
+  // for so long at most. See [Note: waiting for a device].
   virtual void let_host_wait(std::chrono::milliseconds /*patience*/) {}
   // Returns what carries tensors on `device` here. It does not keep the group alive.
   virtual Communicator communicator(at::Device /*device*/) const { return {}; }
@@ -42,23 +42,27 @@ class Collective {
   // A buffer of zeros in the memory that collectives start from.
   virtual at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device);
 
-  // Sum over ranks, in place. Averages are sums of gradients that were scaled before: a result never overflows where the
-  // average is finite, and every rank issues the same operation whether it had something to pack or not. Sparse tensors too,
-  // coalesced, where the backend can (Gloo): their sum is what wait() returns.
+  // Sum over ranks, in place. Averages are sums of gradients that were scaled before: a result
+  // never overflows where the average is finite, and every rank issues the same operation whether
+  // it had something to pack or not. Sparse tensors too, coalesced, where the backend can (Gloo):
+  // their sum is what wait() returns.
   virtual std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) = 0;
-  // The same, and the sum of the squares of the first `squared` elements of the result, in parts: fp64, in `squares`, of
-  // make_squares(flat). No rank reads for that what it would not read anyway.
+  // The same, and the sum of the squares of the first `squared` elements of the result, in parts:
+  // fp64, in `squares`, of make_squares(flat). No rank reads for that what it would not read
+  // anyway.
   virtual std::unique_ptr<InFlight> all_reduce_and_square(const at::Tensor& flat,
                                                           const at::Tensor& squares,
                                                           int64_t squared);
   // Undefined where there is no such thing.
   virtual at::Tensor make_squares(const at::Tensor& /*flat*/) { return {}; }
 
-  // Chunk r of `sent`, one of size() equal parts, goes to rank r; chunk r of `received` came from it.
+  // Chunk r of `sent`, one of size() equal parts, goes to rank r; chunk r of `received` came from
+  // it.
   virtual std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
                                                const at::Tensor& sent) = 0;
-  // The same without a rank's own part: the i-th of size() - 1 equal ones is for the i-th of the other ranks. `sent` is a buffer
-  // of `pool`, and goes back there. What arrives lies in the others' memory where this rank can read that, else in another.
+  // The same without a rank's own part: the i-th of size() - 1 equal ones is for the i-th of the
+  // other ranks. `sent` is a buffer of `pool`, and goes back there. What arrives lies in the
+  // others' memory where this rank can read that, else in another.
   virtual std::shared_ptr<Incoming> all_to_others(const at::Tensor& sent,
                                                   const std::shared_ptr<ops::BufferPool>& pool) = 0;
   // Part r of `gathered` becomes rank r's `mine`, which may be that part's memory.
@@ -68,16 +72,18 @@ class Collective {
   virtual std::unique_ptr<InFlight> reduce_scatter(const at::Tensor& mine,
                                                    const at::Tensor& all) = 0;
 
-  // Whether tensors on `device` can travel as messages of any sizes, which need not lie in one buffer (Gloo).
+  // Whether tensors on `device` can travel as messages of any sizes, which need not lie in one
+  // buffer (Gloo).
   virtual bool has_messages(at::Device device) const = 0;
-  // The messages between two ranks arrive in the order in which both name them, and none by itself. Each message that is sent is
-  // received, under the same tag: exchanges of different tags that ranks start in different orders wait for each other instead
-  // of taking each other's bytes.
+  // The messages between two ranks arrive in the order in which both name them, and none by itself.
+  // Each message that is sent is received, under the same tag: exchanges of different tags that
+  // ranks start in different orders wait for each other instead of taking each other's bytes.
   virtual std::unique_ptr<InFlight> exchange(std::vector<Message> received,
                                              std::vector<Message> sent, int tag) = 0;
-  // The same, where this rank reads what comes in memory of the others: parts as `expected` says, each a rank's messages side by
-  // side. This rank may be one of them. What is sent has been copied by the time that this returns. Null, and nothing is sent,
-  // where messages travel otherwise, which is the same on all ranks.
+  // The same, where this rank reads what comes in memory of the others: parts as `expected` says,
+  // each a rank's messages side by side. This rank may be one of them. What is sent has been copied
+  // by the time that this returns. Null, and nothing is sent, where messages travel otherwise,
+  // which is the same on all ranks.
   virtual std::shared_ptr<Incoming> lend(const std::vector<Expected>& /*expected*/,
                                          at::ScalarType /*dtype*/,
                                          const std::vector<Message>& /*sent*/, int /*tag*/) {
@@ -95,7 +101,8 @@ struct LinkKinds {
   bool all_to_all = true;
   bool reduce_scatter = false;  // of floats; the others are of bytes
 };
-// Runs each, and an all-gather, with a few bytes. Throws what the backend throws, after the collective's name.
+// Runs each, and an all-gather, with a few bytes. Throws what the backend throws, after the
+// collective's name.
 void probe_links(Collective& group, at::Device device, LinkKinds kinds);
 
 }  // namespace fastsync::comm

@@ -1,4 +1,5 @@
-// What carries collectives on a device, for whoever looks out for faults: any thread may call this, as long as it likes.
+// The carrier of collectives on a device, as the fault watch sees it: any thread may call this, at
+// any time.
 #pragma once
 
 #include <functional>
@@ -6,9 +7,10 @@
 namespace fastsync::comm {
 
 struct Communicator {
-  // Ends what is under way: kernels, and whoever waits for them. May block. Null where there is nothing to end.
+  // Aborts kernels in flight, and so the waits for them. May block. Null if there is nothing to
+  // abort.
   std::function<void()> abort;
-  std::function<double()> timeout;  // seconds after which its backend gives up; 0: nobody knows
+  std::function<double()> timeout;  // seconds after which its backend gives up; 0: unknown
 };
 
 }  // namespace fastsync::comm

@@ -1,7 +1,8 @@
-// Communication hooks: a user's function takes a bucket and returns a future of its reduced gradients.
+// Communication hooks: a user's function takes a bucket and returns a future of its reduced
+// gradients.
 //
-// Hooks written for torch's DistributedDataParallel run unmodified: they are handed a real c10d::GradBucket, whose buffer
-// has not been divided by the number of ranks.
+// Hooks written for torch's DistributedDataParallel run unmodified: they are handed a real
+// c10d::GradBucket, whose buffer has not been divided by the number of ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +34,8 @@ class Hook {
  public:
   virtual ~Hook() = default;
 
-  // Calls the hook. The tensor that wait() returns holds the reduced gradients in the bucket's layout.
+  // Calls the hook. The tensor that wait() returns holds the reduced gradients in the bucket's
+  // layout.
   virtual std::unique_ptr<InFlight> run(const HookBucket& bucket) = 0;
 };
 

@@ -1,5 +1,6 @@
-// c10d::Backend has no Python subclasses, and a ProcessGroup written in Python lacks what C++ calls by other names than
-// Python does. So this is a backend like any other, and what it is asked for goes to an object of Python's.
+// c10d::Backend has no Python subclasses, and a ProcessGroup written in Python lacks what C++ calls
+// by other names than Python does. So this is a backend like any other, and what it is asked for
+// goes to an object of Python's.
 #include "host_backend.h"
 
 #include <algorithm>
@@ -66,8 +67,8 @@ class HostWork final : public c10d::Work {
 
   void set_source(int rank) { source_ = rank; }
 
-  // The first end counts. Callbacks run before those that wait are woken, as they do over Gloo, and on a thread of their own:
-  // one may wait for what the calling thread has to end first.
+  // The first end counts. Callbacks run before those that wait are woken, as they do over Gloo, and
+  // on a thread of their own: one may wait for what the calling thread has to end first.
   void end(const std::string& error) {
     {
       const std::lock_guard<std::mutex> lock(ending_);
@@ -159,7 +160,8 @@ std::string described(const Tensors& tensors) {
   return text;
 }
 
-// How Python makes one tensor of two: the name of torch's function, and whether the result is divided by the ranks.
+// How Python makes one tensor of two: the name of torch's function, and whether the result is
+// divided by the ranks.
 using Combine = std::pair<std::string, bool>;
 
 // Throws what there is no such thing of.

@@ -15,8 +15,9 @@ class InFlight {
  public:
   virtual ~InFlight() = default;
 
-  // CPU backends: blocks until the result is there. Stream backends (NCCL): makes the current stream wait for it.
-  // Returns the tensor with the result, undefined where that is the buffer itself. Throws what the backend throws.
+  // CPU backends: blocks until the result is there. Stream backends (NCCL): makes the current
+  // stream wait for it. Returns the tensor with the result, undefined where that is the buffer
+  // itself. Throws what the backend throws.
   virtual at::Tensor wait() = 0;
 
   // Calls `fn` once when the collective has completed or failed: from any thread, at once where it
@@ -24,8 +25,8 @@ class InFlight {
   // then one that waits for the result. Where the backend cannot tell, it is called by wait().
   virtual void on_done(std::function<void()> fn) = 0;
 
-  // Whether wait() would return at once; waits so long at most for that to come true, where the backend can wait. Never where it
-  // cannot tell.
+  // Whether wait() would return at once; waits so long at most for that to come true, where the
+  // backend can wait. Never where it cannot tell.
   virtual bool is_done_within(std::chrono::milliseconds /*time*/) { return false; }
   // Whether is_done_within() waits, and comes true before wait() returns or throws.
   virtual bool can_be_asked() const { return false; }

@@ -13,7 +13,8 @@
 
 namespace fastsync::comm {
 
-// Neither end waits for another rank: that of give_back(), nor that of one which never was given back.
+// Neither end waits for another rank: that of give_back(), nor that of one which never was given
+// back.
 class Incoming : public InFlight {
  public:
   // After wait(): equal parts, from each other rank, in their order; or those that were expected.

@@ -58,7 +58,8 @@ class Exchange {
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
 
-  // Blocks while sockets take bytes. The group's functions would go through torch's dispatcher, for each message.
+  // Blocks while sockets take bytes. The group's functions would go through torch's dispatcher, for
+  // each message.
   void start() {
     for (const Message& message : received_) {
       std::vector<at::Tensor> part{message.tensor};

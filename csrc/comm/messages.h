@@ -1,10 +1,10 @@
 // Messages between ranks, over a c10d backend that sends and receives tensors (Gloo).
 //
 // [Note: announce first]
-// Gloo sends once the receiver has announced that it is ready, and what a rank writes to another leaves in order. If both
-// of two ranks first sent, the announcement of the later one would stand behind all its data: the two directions would
-// take turns. Gloo's own collectives do that, and ranks hardly ever start at the same moment. So a rank posts all receives
-// before its first send.
+// Gloo sends once the receiver has announced that it is ready, and what a rank writes to another
+// leaves in order. If both of two ranks first sent, the announcement of the later one would stand
+// behind all its data: the two directions would take turns. Gloo's own collectives do that, and
+// ranks hardly ever start at the same moment. So a rank posts all receives before its first send.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -45,7 +45,8 @@ class ExchangeThreads {
   std::unique_ptr<Worker> waiter_;
 };
 
-// See [Note: the end of a process] in worker.h: aborts the exchanges that are under way, and has all workers left.
+// See [Note: the end of a process] in worker.h: aborts the exchanges that are under way, and has
+// all workers left.
 void leave_chains(std::chrono::milliseconds patience);
 
 // Collective::exchange() over `backend`.

@@ -79,7 +79,8 @@ void set_tcp(int fd, int option, int value) {
   setsockopt(fd, IPPROTO_TCP, option, &value, sizeof value);
 }
 
-// A process that is stopped does not read, but its machine acknowledges what comes, and what only asks for that.
+// A process that is stopped does not read, but its machine acknowledges what comes, and what only
+// asks for that.
 void prepare(int fd, std::chrono::milliseconds lost_after) {
   set_tcp(fd, TCP_NODELAY, 1);
   if (lost_after.count() <= 0) return;

@@ -6,8 +6,9 @@
 // that receives a new one passes it on to all neighbours, so it is everywhere after log2 N hops,
 // and reaches the living ranks whichever have died.
 //
-// The kernel closes the connections of a process that ends, however it ends. One thread per process looks at them and never
-// takes the GIL: it wakes ten times a second to say how far this rank is, and sleeps otherwise.
+// The kernel closes the connections of a process that ends, however it ends. One thread per process
+// looks at them and never takes the GIL: it wakes ten times a second to say how far this rank is,
+// and sleeps otherwise.
 #pragma once
 
 #include <atomic>
@@ -37,20 +38,22 @@ class Peers {
     std::function<std::string()> beat;  // what neighbours shall know of this rank
     std::function<void(int64_t rank, const std::string& beat)> on_beat;
     std::function<void(const std::string& news)> on_news;
-    // A neighbour's connection has ended. `lost`: because nothing has been acknowledged for too long.
+    // A neighbour's connection has ended. `lost`: because nothing has been acknowledged for too
+    // long.
     std::function<void(int64_t rank, bool lost)> on_closed;
   };
 
-  // Listens on an address of this machine. Throws std::runtime_error with the system's reason. `lost_after`: how long a
-  // neighbour's machine may acknowledge nothing until its connection counts as closed; 0: until the system gives up.
+  // Listens on an address of this machine. Throws std::runtime_error with the system's reason.
+  // `lost_after`: how long a neighbour's machine may acknowledge nothing until its connection
+  // counts as closed; 0: until the system gives up.
   explicit Peers(const std::string& host, std::chrono::milliseconds lost_after = {});
   ~Peers() { close(); }
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
 
   const PeerAddress& address() const { return address_; }
-  // Connects to this rank's neighbours, whose addresses are those of `all`; every rank of them listens already. Returns the
-  // ranks that could not be reached.
+  // Connects to this rank's neighbours, whose addresses are those of `all`; every rank of them
+  // listens already. Returns the ranks that could not be reached.
   std::vector<int64_t> connect(const std::vector<PeerAddress>& all, int64_t rank,
                                Listener listener);
   // Sends an event to every other rank. Any thread.

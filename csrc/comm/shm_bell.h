@@ -23,7 +23,8 @@ class Bell {
   // Wakes all waiters, after something that one may wait for has come true.
   void ring();
 
-  // Returns whether `done` has come true, by `end` at the latest. `idle` is called at times at which nothing rings; it may throw.
+  // Returns whether `done` has come true, by `end` at the latest. `idle` is called at times at
+  // which nothing rings; it may throw.
   template <class Done, class Idle>
   bool wait_until(const Done& done, Clock::time_point end, const Idle& idle) {
     for (int i = 0; i < kSpins; ++i) {

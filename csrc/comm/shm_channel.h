@@ -81,8 +81,8 @@ class Channel {
     bool exchanges = false;
   };
 
-  // Segments by rank, this process's among them. `timeout`: how long a rank may be waited for; `index`: channels of the same
-  // segments know nothing of each other.
+  // Segments by rank, this process's among them. `timeout`: how long a rank may be waited for;
+  // `index`: channels of the same segments know nothing of each other.
   Channel(std::vector<std::shared_ptr<Segment>> segments, size_t rank,
           std::chrono::milliseconds timeout, size_t index = 0);
 
@@ -106,8 +106,8 @@ class Channel {
   void help(const Sum& sum, int64_t chunks);
   // This rank's fair part of the work.
   int64_t share(const Sum& sum) const;
-  // Returns once all have joined. Throws std::runtime_error, naming the ranks, where some have ended or did not come in time.
-  // `what`: that they are waited for, as it reads in the error.
+  // Returns once all have joined. Throws std::runtime_error, naming the ranks, where some have
+  // ended or did not come in time. `what`: that they are waited for, as it reads in the error.
   void meet(const Sum& sum, const std::string& what = "a sum over ranks");
   // Returns once it is finished, and does what is left of a sum for that. Throws as meet() does.
   void wait(const Sum& sum);

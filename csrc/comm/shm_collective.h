@@ -1,7 +1,9 @@
-// Transitions of a flat buffer between ranks that share a machine, in memory that all of them map: see shm_channel.h for how.
+// Transitions of a flat buffer between ranks that share a machine, in memory that all of them map:
+// see shm_channel.h for how.
 //
-// No thread of its own: at every launch a rank does its part of the sums that all have joined, and where it waits it does what
-// is left, or reads what the others have joined with. Threads would take cores from the backward.
+// No thread of its own: at every launch a rank does its part of the sums that all have joined, and
+// where it waits it does what is left, or reads what the others have joined with. Threads would
+// take cores from the backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,8 +24,8 @@ class ShmCollective final : public Collective {
  public:
   // Uses the channel with this index, which has no other user.
   ShmCollective(std::shared_ptr<SharedMemory> memory, size_t channel);
-  // Memory that other ranks may still read, or add up, stays: see [Note: memory that stays after its
-  // collective].
+  // Memory that other ranks may still read, or add up, stays: see
+  // [Note: memory that stays after its collective].
   ~ShmCollective() override;
   ShmCollective(const ShmCollective&) = delete;
   ShmCollective& operator=(const ShmCollective&) = delete;
@@ -43,8 +45,8 @@ class ShmCollective final : public Collective {
   std::unique_ptr<InFlight> all_reduce_and_square(const at::Tensor& flat, const at::Tensor& squares,
                                                   int64_t squared) override;
   at::Tensor make_squares(const at::Tensor& flat) override;
-  // Contiguous tensors. What is sent from memory that make_flat() made is not copied: wait() then returns when all ranks have
-  // read it, else as soon as this one has.
+  // Contiguous tensors. What is sent from memory that make_flat() made is not copied: wait() then
+  // returns when all ranks have read it, else as soon as this one has.
   std::unique_ptr<InFlight> all_to_all(const at::Tensor& received, const at::Tensor& sent) override;
   // From memory that make_flat() made.
   std::shared_ptr<Incoming> all_to_others(const at::Tensor& sent,

@@ -1,15 +1,19 @@
 // Letters between the ranks of one machine, in memory that they share. No torch header.
 //
 // [Note: letters]
-// Each rank has a table of boxes, one for each tag, in its own segment. The ranks' exchanges under a tag have numbers, 1, 2, ...:
-// every rank makes as many, and in the same order; exchanges under other tags may come in any other order. With exchange n
+// Each rank has a table of boxes, one for each tag, in its own segment. The ranks' exchanges under
+// a tag have numbers, 1, 2, ...: every rank makes as many, and in the same order; exchanges under
+// other tags may come in any other order. With exchange n
 //
-//   1. a rank posts: it writes what the others shall read, then in its box of the tag where that is, and last the number n;
+//   1. a rank posts: it writes what the others shall read, then in its box of the tag where that
+//      is, and last the number n;
 //   2. it waits until each of the others has posted, and reads where they wrote;
-//   3. it says in its own box that it is done: it has read what it needed of all letters up to n, or never will.
+//   3. it says in its own box that it is done: it has read what it needed of all letters up to n,
+//      or never will.
 //
-// A letter belongs to its readers, who may include its writer, until all ranks are done. A box holds the last kLetters; who
-// posts more waits until the oldest has been read. Numbers only grow and each word has one writer, so nothing is reset.
+// A letter belongs to its readers, who may include its writer, until all ranks are done. A box
+// holds the last kLetters; who posts more waits until the oldest has been read. Numbers only grow
+// and each word has one writer, so nothing is reset.
 #pragma once
 
 #include <array>
@@ -41,12 +45,13 @@ class Mail {
     std::array<Box, kBoxes> boxes;
   };
 
-  // Segments by rank, this process's among them, and where their tables lie. `timeout`: how long a rank may be waited for.
+  // Segments by rank, this process's among them, and where their tables lie. `timeout`: how long a
+  // rank may be waited for.
   Mail(std::vector<std::shared_ptr<Segment>> segments, size_t rank, std::vector<size_t> tables,
        std::chrono::milliseconds timeout);
 
-  // Others may read what stands at `offset` in this rank's segment. Throws std::runtime_error, naming the ranks, where some have
-  // ended or do not read in time what was posted long before.
+  // Others may read what stands at `offset` in this rank's segment. Throws std::runtime_error,
+  // naming the ranks, where some have ended or do not read in time what was posted long before.
   void post(size_t tag, uint64_t number, size_t offset);
   // The message that another rank has posted; valid until done(). Throws as post() does.
   const std::byte* letter(size_t tag, uint64_t number, size_t sender);
@@ -73,7 +78,8 @@ class Mail {
   bool is_done(size_t rank, size_t tag, uint64_t number) const {
     return box(rank, tag).done.load() >= number;
   }
-  // Whether `done` has come true by `end`, for which `rank` has to do `what`. Throws if that has ended.
+  // Whether `done` has come true by `end`, for which `rank` has to do `what`. Throws if that has
+  // ended.
   template <class Done>
   bool comes_by(Bell::Clock::time_point end, size_t rank, const char* what, const Done& done);
   template <class Done>

@@ -15,12 +15,13 @@ namespace fastsync::comm {
 
 class SharedMemory {
  public:
-  // This rank's, of so many bytes at most. Throws std::runtime_error where the system has none to share.
+  // This rank's, of so many bytes at most. Throws std::runtime_error where the system has none to
+  // share.
   explicit SharedMemory(int64_t bytes);
 
   const SegmentAddress& address() const { return mine_->address(); }
-  // Maps the others' memory; addresses by rank, this one's among them. Throws std::runtime_error where it cannot be done.
-  // `timeout`, in seconds: how long a rank may be waited for.
+  // Maps the others' memory; addresses by rank, this one's among them. Throws std::runtime_error
+  // where it cannot be done. `timeout`, in seconds: how long a rank may be waited for.
   void connect(const std::vector<SegmentAddress>& addresses, int64_t rank, double timeout);
 
   int rank() const { return static_cast<int>(rank_); }

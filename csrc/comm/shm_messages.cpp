@@ -14,7 +14,8 @@ namespace fastsync::comm {
 namespace {
 
 constexpr size_t kAlign = 64;
-// Letters of a unit's parameters and of its gradients differ by a few flags: they shall fit into the same memory.
+// Letters of a unit's parameters and of its gradients differ by a few flags: they shall fit into
+// the same memory.
 constexpr size_t kGrain = 16 << 10;
 
 size_t rounded(size_t bytes, size_t up_to) { return (bytes + up_to - 1) / up_to * up_to; }
@@ -240,8 +241,8 @@ std::unique_ptr<ShmMessages::Letters> ShmMessages::post(const std::vector<Messag
   return std::make_unique<Letters>(mail_, box, number);
 }
 
-// A rank that is ahead lets the others read before it takes memory that a step has not needed yet: see [Note: one copy instead
-// of two] in shm_collective.cpp.
+// A rank that is ahead lets the others read before it takes memory that a step has not needed yet:
+// see [Note: one copy instead of two] in shm_collective.cpp.
 void ShmMessages::await_readers(size_t bytes) {
   constexpr std::chrono::milliseconds kMoment{200};
   const auto end = std::chrono::steady_clock::now() + kMoment;

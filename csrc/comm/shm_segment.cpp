@@ -54,8 +54,8 @@ uint64_t random_key() {
 
 }  // namespace
 
-// The segments of this process, and what becomes of them in a child: see [Note: forks]. Never destroyed: a process may fork
-// while it ends.
+// The segments of this process, and what becomes of them in a child: see [Note: forks]. Never
+// destroyed: a process may fork while it ends.
 class Segment::Forks {
  public:
   static Forks& of_process() {

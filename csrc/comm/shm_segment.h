@@ -1,21 +1,24 @@
 // Memory that processes of one machine share.
 //
-// A segment is a memfd: a file without a name, so that nothing can stay behind in /dev/shm, whose size does not matter
-// either. Others find it as /proc/<pid>/fd/<fd>, which the kernel opens for the same user alone. The file is much larger than
-// what it holds: pages come into being when take() asks for them, which fails with an error where there is no memory, and go
-// when give() returns them. So the others map it once, whatever is taken later.
+// A segment is a memfd: a file without a name, so that nothing can stay behind in /dev/shm, whose
+// size does not matter either. Others find it as /proc/<pid>/fd/<fd>, which the kernel opens for
+// the same user alone. The file is much larger than what it holds: pages come into being when
+// take() asks for them, which fails with an error where there is no memory, and go when give()
+// returns them. So the others map it once, whatever is taken later.
 //
 // [Note: forks]
-// A data loader's workers are forks of a rank, and inherit its mapping. What they do to gradients, which is to free them as a
-// rule, must not reach the rank: before a fork returns in the child, the blocks that the rank has taken become private to the
-// child, which copies a page when it writes there, and give() no longer returns pages to the system. What a child reads later is
-// what the rank has written by then.
+// A data loader's workers are forks of a rank, and inherit its mapping. What they do to gradients,
+// which is to free them as a rule, must not reach the rank: before a fork returns in the child, the
+// blocks that the rank has taken become private to the child, which copies a page when it writes
+// there, and give() no longer returns pages to the system. What a child reads later is what the
+// rank has written by then.
 //
 // [Note: warm pages]
-// A fresh page costs several times what it costs to fill it, and each other rank that reads it maps it anew. Blocks that come
-// and go in every step, and whose sizes differ, would find few pages again that were kept by block. So a segment keeps all pages
-// from its beginning up to where the blocks of a step end, as long as those that no block has are no more than two blocks could
-// use. Each block takes the smallest gap that is large enough, which keeps that end low.
+// A fresh page costs several times what it costs to fill it, and each other rank that reads it maps
+// it anew. Blocks that come and go in every step, and whose sizes differ, would find few pages
+// again that were kept by block. So a segment keeps all pages from its beginning up to where the
+// blocks of a step end, as long as those that no block has are no more than two blocks could use.
+// Each block takes the smallest gap that is large enough, which keeps that end low.
 #pragma once
 
 #include <cstddef>
@@ -37,7 +40,8 @@ struct SegmentAddress {
 
 class Segment {
  public:
-  // Always there, zero-filled, in front of everything that take() returns: room for so many channels' words.
+  // Always there, zero-filled, in front of everything that take() returns: room for so many
+  // channels' words.
   static constexpr size_t kChannels = 3;
   static constexpr size_t kChannelBytes = 32 << 10;
   static constexpr size_t kHeaderBytes = (kChannels + 1) * kChannelBytes;
@@ -56,14 +60,15 @@ class Segment {
   // Whether the process that made it has not ended, reaped or not.
   bool owner_lives() const;
 
-  // The owner's: a block of zeros, by its offset. Throws std::runtime_error where there is no memory for it. Any thread may
-  // take and give.
+  // The owner's: a block of zeros, by its offset. Throws std::runtime_error where there is no
+  // memory for it. Any thread may take and give.
   size_t take(size_t bytes);
   void give(size_t offset);
-  // The block that holds this offset stays, given back or not: other ranks may read it, also once this process has no segment
-  // any more, since their mappings keep its pages.
+  // The block that holds this offset stays, given back or not: other ranks may read it, also once
+  // this process has no segment any more, since their mappings keep its pages.
   void leave(size_t offset);
-  // From here on blocks that are given back keep their pages, and take() returns what these hold: see [Note: warm pages].
+  // From here on blocks that are given back keep their pages, and take() returns what these hold:
+  // see [Note: warm pages].
   void keep_pages();
   // Whether the next block of so many bytes finds pages that are kept.
   bool is_warm(size_t bytes);

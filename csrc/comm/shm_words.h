@@ -23,8 +23,8 @@ class SharedWords {
   // waited for.
   SharedWords(const SharedMemory& memory, size_t channel, std::chrono::milliseconds timeout);
 
-  // The numbers of all ranks, by rank; nothing where they do not all say the same. Throws std::runtime_error, naming the ranks,
-  // where some have ended or did not come in time.
+  // The numbers of all ranks, by rank; nothing where they do not all say the same. Throws
+  // std::runtime_error, naming the ranks, where some have ended or did not come in time.
   std::optional<std::vector<double>> exchange(const std::string& said, double number);
 
  private:

@@ -1,10 +1,11 @@
 // Sums of sparse gradients by an all-gather of their rows.
 //
 // [Note: sparse sums over Gloo]
-// Gloo's threads note the name of the work that they have completed in one string of their process group, and take no lock.
-// "_ALLREDUCE_SPARSE" is the only name that does not fit into the string itself: a thread that completes another work at the
-// same moment then writes to memory that the first has freed. So the rows are gathered and summed here: first their numbers,
-// and, when the sum is asked for, the rows, padded to the largest number.
+// Gloo's threads note the name of the work that they have completed in one string of their process
+// group, and take no lock. "_ALLREDUCE_SPARSE" is the only name that does not fit into the string
+// itself: a thread that completes another work at the same moment then writes to memory that the
+// first has freed. So the rows are gathered and summed here: first their numbers, and, when the sum
+// is asked for, the rows, padded to the largest number.
 #pragma once
 
 #include <ATen/core/Tensor.h>

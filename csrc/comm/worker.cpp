@@ -40,7 +40,8 @@ class Worker::Busy {
   void end() {
     if (std::exchange(busy_, false)) --Threads::of_process().busy;
   }
-  // Does not return where the process has left this thread: destroying what a chain holds would use torch, too.
+  // Does not return where the process has left this thread: destroying what a chain holds would use
+  // torch, too.
   void go_on() {
     if (left_ == Threads::of_process().left) return;
     end();

@@ -1,14 +1,17 @@
-// A thread that takes chains of collectives from one to the next, so that no caller has to wait between them.
+// A thread that takes chains of collectives from one to the next, so that no caller has to wait
+// between them.
 //
 // [Note: order on every rank]
-// Ranks must start the collectives of one process group in the same order, but their chains advance at different speeds. Each
-// link of a chain therefore has a process group of its own, and chains keep the order in which they were submitted at every
-// link: a younger chain never overtakes an older one.
+// Ranks must start the collectives of one process group in the same order, but their chains advance
+// at different speeds. Each link of a chain therefore has a process group of its own, and chains
+// keep the order in which they were submitted at every link: a younger chain never overtakes an
+// older one.
 //
 // [Note: the end of a process]
-// A chain that hangs, for instance on a rank that has died, keeps its thread beyond main(). The other ranks end too, which closes
-// their connections and wakes the thread, when torch's static objects may be gone already. So a process leaves its chains before
-// it ends: what they wait for is aborted while everything is there, and their threads do nothing from then on.
+// A chain that hangs, for instance on a rank that has died, keeps its thread beyond main(). The
+// other ranks end too, which closes their connections and wakes the thread, when torch's static
+// objects may be gone already. So a process leaves its chains before it ends: what they wait for is
+// aborted while everything is there, and their threads do nothing from then on.
 #pragma once
 
 #include <chrono>
@@ -46,7 +49,8 @@ class Ticket {
 
 class Worker {
  public:
-  // Blocks until the chain's current collective is done, then starts the next one; false: there is none.
+  // Blocks until the chain's current collective is done, then starts the next one; false: there is
+  // none.
   using Step = std::function<bool()>;
 
   Worker();
@@ -57,8 +61,9 @@ class Worker {
 
   std::shared_ptr<Ticket> submit(Step step);
 
-  // See [Note: the end of a process]. Of all workers: chains that run take no further step. `wake` ends what they wait for;
-  // they have so long to come back from there. What is submitted later runs as ever.
+  // See [Note: the end of a process]. Of all workers: chains that run take no further step. `wake`
+  // ends what they wait for; they have so long to come back from there. What is submitted later
+  // runs as ever.
   static void leave_all(std::chrono::milliseconds patience, const std::function<void()>& wake);
 
  private:

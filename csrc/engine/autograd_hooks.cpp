@@ -50,7 +50,8 @@ class OutputHook final : public torch::autograd::FunctionPreHook {
 
 using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor()));
 
-// The node that accumulates gradients of another dtype than the tensor's own. Nodes are made for the dtype that they find.
+// The node that accumulates gradients of another dtype than the tensor's own. Nodes are made for
+// the dtype that they find.
 Accumulator accumulator_of(const at::Tensor& tensor, at::ScalarType dtype) {
   const at::Tensor data = tensor.variable_data();
   const auto one = ops::make_zeros({}, dtype, tensor.device());
@@ -67,7 +68,8 @@ void make_own(void (*set)(const torch::autograd::Variable&, Weak), const at::Ten
   set(tensor, Weak(node));
 }
 
-// What is to be done at the end of one backward. Autograd owns it, and frees it with a backward that fails.
+// The actions for the end of one backward. Autograd owns this object, and frees it when the
+// backward fails.
 class Endings {
  public:
   static std::shared_ptr<Endings> of_running_backward() {

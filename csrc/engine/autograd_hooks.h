@@ -1,4 +1,5 @@
-// Our hooks on autograd: when a parameter's gradient has been accumulated, and when a backward starts.
+// Our hooks on autograd: when a parameter's gradient has been accumulated, and when a backward
+// starts.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,14 +12,15 @@
 
 namespace fastsync::engine {
 
-// Hooks on the AccumulateGrad nodes of parameters. They run after the accumulation, without the GIL, beside any hook
-// of the user. Destroying this removes them.
+// Hooks on the AccumulateGrad nodes of parameters. They run after the accumulation, without the
+// GIL, beside any hook of the user. Destroying this removes them.
 class GradientHooks {
  public:
-  // `ready` is called with the index of the parameter whose gradient has arrived, and whether that is a tensor at all: a
-  // function's backward may return none. It must hold no reference to what owns these hooks.
+  // Called with the index of the parameter whose gradient has arrived, and whether that gradient is
+  // defined: a function's backward may return none. Must hold no reference to the owner of these
+  // hooks.
   using Ready = std::function<void(size_t param, bool defined)>;
-  // Where `compute` is given, gradients of floating-point parameters arrive in that dtype: see adopt().
+  // With `compute`, gradients of floating-point parameters arrive in that dtype: see adopt().
   GradientHooks(std::vector<at::Tensor> params, Ready ready, std::optional<at::ScalarType> compute);
   ~GradientHooks() { detach(); }
   GradientHooks(const GradientHooks&) = delete;
@@ -26,15 +28,16 @@ class GradientHooks {
 
   // Hooks a parameter that needs a gradient and has no hook yet.
   void attach(size_t param);
-  // Hooks all that need a gradient and unhooks the others: a parameter that was frozen loses its node and gets another when
-  // it is thawed.
+  // Hooks the parameters that require a gradient and unhooks the others: a frozen parameter loses
+  // its node and gets another one when it is unfrozen.
   void update();
   void detach();
-  // To be called whenever the parameters' data has been exchanged for that of dtype `compute`: exchanging it made autograd
-  // forget the hooked nodes.
+  // Gives the parameters their hooked nodes back. Must be called whenever the parameters' data has
+  // been replaced by that of dtype `compute`, which makes autograd forget the nodes.
   void adopt();
 
-  // Whether the running backward may accumulate into one of the parameters; autograd.grad() does not.
+  // Whether the running backward may accumulate into one of the parameters; autograd.grad() does
+  // not.
   bool accumulating() const;
 
  private:
@@ -45,31 +48,36 @@ class GradientHooks {
   std::vector<std::function<void()>> adopt_;   // likewise; empty where the dtype stays
 };
 
-// Calls `fn` when a backward reaches the node that produced `output`, before anything in front of it. Returns whether there is
-// such a node.
+// Calls `fn` when a backward reaches the node that produced `output`, before anything in front of
+// it. Returns whether there is such a node.
 bool on_backward(const at::Tensor& output, std::function<void()> fn);
 
-// Calls `fn` before a backward accumulates into the leaf `tensor`. Returns what keeps autograd from forgetting that.
+// Calls `fn` before a backward accumulates into the leaf `tensor`, as long as the returned object
+// lives.
 std::shared_ptr<void> before_accumulation(const at::Tensor& tensor, std::function<void()> fn);
 
-// The number that autograd has given the running backward; each has its own, an inner one of reentrant checkpointing too.
+// The number that autograd has given the running backward; each has its own, an inner one of
+// reentrant checkpointing too.
 int running_backward();
 
 // [Note: the end of a backward]
-// One backward may go through several wrappers, whose gradients come first in another order on each rank. Where each wrapper
-// ended its step when its turn came, one rank would wait for the first wrapper's buckets and another for the second's. So all
-// first send what is left, then each waits and plans, in the order in which they were made, which is the same on every rank.
+// One backward may pass through several wrappers, and which wrapper's gradients come first may
+// differ between ranks. If each wrapper ended its step in that order, one rank would wait for the
+// first wrapper's buckets and another for the second's. So all wrappers first send their remaining
+// buckets. Then each waits and plans, in the order in which the wrappers were made, which is the
+// same on every rank.
 enum class Ending { kSend, kWait, kRestore };
 
-// When something is done at the end of a backward: by kind, then in the order of `number`.
+// The place of an action at the end of a backward: by kind, then in the order of `number`.
 struct Turn {
   Ending ending = Ending::kSend;
   int64_t number = 0;
 };
 
-// Calls `fn` at the end of the running backward, unless that fails.
+// Calls `fn` at the end of the running backward, unless the backward fails.
 void at_end_of_backward(Turn turn, std::function<void()> fn);
-// Calls `fn`, which must not throw, where it does fail, before whoever called it hears of it.
+// Calls `fn`, which must not throw, if the running backward fails, before the error reaches the
+// caller of backward().
 void at_failure_of_backward(std::function<void()> fn);
 
 }  // namespace fastsync::engine

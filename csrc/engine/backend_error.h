@@ -1,4 +1,5 @@
-// What the words of an error of a backend, or of shared memory, tell of other ranks.
+// Reads from the text of a backend's error, or an error of shared memory, what happened to other
+// ranks.
 #pragma once
 
 #include <algorithm>
@@ -16,10 +17,11 @@ inline bool tells_of_time(const std::string& error) {
   return holds_any(error, {"imed out", "imeout", "did not come"});
 }
 
-// Who shares memory with a rank sees that it has ended. Then its neighbours will hear of it, too.
+// A rank that shares memory with another one sees when that one ends. The neighbours of the ended
+// rank learn of it, too.
 inline bool tells_of_death(const std::string& error) { return holds_any(error, {" ended while"}); }
 
-// Whether another rank may be the reason: an error of this one alone has none of these words.
+// Whether another rank may be the cause: an error of this rank alone contains none of these words.
 inline bool is_networks(const std::string& error) {
   return tells_of_time(error) || tells_of_death(error) ||
          holds_any(error, {"onnect", "peer", "roken pipe", "socket", "NCCL"});

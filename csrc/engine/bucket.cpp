@@ -126,7 +126,7 @@ void Bucket::check(const std::vector<size_t>& indices) {
   checked_ = true;
 }
 
-// For each slot, fp32: infinity where this rank gives NaN or infinity, else zero.
+// Returns, per slot and in fp32, infinity if this rank's gradient holds NaN or infinity, else zero.
 at::Tensor Bucket::find_infinities() const {
   const at::NoGradGuard no_grad;
   const at::Tensor found =
@@ -151,7 +151,7 @@ at::Tensor Bucket::find_infinities() const {
 void Bucket::close() {
   if (state_ != BucketState::kFilling) return;
   for (Slot& slot : *slots_) {
-    // What was accumulated before this backward may have been zeroed since.
+    // Gradients accumulated before this backward may have been set to None since.
     if (slot.fires == 0 && !slot.grad().defined()) slot.param->used = false;
     missed_ = missed_ || !slot.param->used;
   }
@@ -159,8 +159,8 @@ void Bucket::close() {
   move_to(BucketState::kFilling, BucketState::kReady);
 }
 
-// Gradients that autograd produced on another stream than the current one must be finished, and their memory must not
-// be handed out again, before the pack kernel has read them.
+// Gradients that autograd produced on another stream than the current one must be finished, and
+// their memory must not be handed out again, before the pack kernel has read them.
 void Bucket::wait_for_producers() const {
   if (device().is_cpu()) return;
   const c10::impl::VirtualGuardImpl guard(device().type());
@@ -244,7 +244,7 @@ void Bucket::note_finite(bool travelled) {
 
 void Bucket::abandon() {
   state_ = BucketState::kFilling;
-  // A collective that nobody waits for still writes: it keeps that buffer for itself.
+  // An abandoned collective still writes to its buffer, so the buffer is not reused.
   transport_->abandon(/*in_flight=*/std::exchange(in_flight_, nullptr) != nullptr);
   pending_ = slots_->size();
   missed_ = checked_ = false;
@@ -284,7 +284,7 @@ void Bucket::count_uses(std::vector<int64_t>& counts) const {
   const at::Tensor flags = flags_on_host();
   const float* values = flags.const_data_ptr<float>();
   for (size_t i = 0; i < slots_->size(); ++i) {
-    // One rank at least gave infinity.
+    // At least one rank flagged infinity.
     counts.at((*slots_)[i].index) = std::isfinite(values[i]) ? std::lround(values[i]) : 1;
   }
 }

@@ -4,7 +4,8 @@
 //       ▲                                                                          │ receive()
 //       └───────────────────────────────finish()───────────────────────────── kReceived
 //
-// The bucket counts what has arrived and knows what is missing; how it gets from gradients to averages is its transport's.
+// The bucket counts the gradients that have arrived and knows which are missing. Its transport
+// turns gradients into averages.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,13 +31,14 @@ const char* to_string(BucketState state);
 using Parameters = std::vector<std::unique_ptr<Parameter>>;
 
 // [Note: flags that stay on a device]
-// On a device a gradient is looked at for NaN and infinity without the host: what was found is added to the used flags before
-// they travel. Their sums stay there, too, until somebody asks which averages are not finite: the host then waits once.
+// On a device, gradients are checked for NaN and infinity without the host: the result is added to
+// the used flags before they travel. The sums of the flags stay on the device, too, until the
+// script asks which averages are not finite. The host then waits once.
 struct UnreadFlags {
   std::vector<Parameter*> params;
   std::vector<bool> added;  // to averages that were there before
   at::Tensor sums;          // over ranks, fp32, one per parameter
-  at::Tensor own;           // likewise, infinity where this rank gave NaN or infinity
+  at::Tensor own;           // likewise; infinity if this rank's gradient held NaN or infinity
 };
 
 class Bucket {
@@ -56,8 +58,8 @@ class Bucket {
   // Whether this rank had no gradient for some slot in this step.
   bool missed() const { return missed_; }
 
-  // A gradient has arrived, computed on `stream`. Returns whether it completed the bucket. More arrivals than expected are
-  // remembered, and waited for from the next step on.
+  // Notes a gradient that has arrived, computed on `stream`. Returns whether it completes the
+  // bucket. If a gradient arrives more often than expected, later steps expect as many arrivals.
   bool mark_ready(size_t slot, std::optional<c10::Stream> stream);
   // Offers the transport a gradient that has arrived ahead of its bucket.
   void offer(size_t slot, const Packing& how);
@@ -65,39 +67,44 @@ class Bucket {
   bool is_settled(size_t slot) const { return (*slots_)[slot].early && transport_->takes_once(); }
   int fires(size_t slot) const { return (*slots_)[slot].fires; }
   bool complete() const { return pending_ == 0; }
-  // End of backward: takes what is there for every slot that got nothing.
+  // Ends the backward: a slot that received no gradient takes the one that its parameter has.
   void close();
-  // Looks for NaN and infinity in the gradients that have come. pack() does so where it is told to; a rank without others
-  // calls it, and note_finite(). `travels`: what is found does.
+  // Checks the gradients for NaN and infinity. pack() does so if its Packing asks for it; a single
+  // rank calls this and note_finite() instead. `travels`: the result travels with the bucket.
   void check_finite(bool travels);
 
-  // Whoever reads its gradients on the current stream waits for those that computed them. pack() does.
+  // Makes the current stream wait for the streams that computed the gradients, before they are
+  // read. pack() does so, too.
   void wait_for_producers() const;
   // kReady -> kPacked
   void pack(Packing how);
   // kPacked -> kInFlight
   void launch();
-  // In flight: calls `fn` when the collective has completed; see comm::InFlight::on_done.
+  // In flight: calls `fn` once the collective has completed; see comm::InFlight::on_done.
   void on_done(std::function<void()> fn) { in_flight_->on_done(std::move(fn)); }
   // In flight: whether arrives_within() can wait.
   bool can_be_asked() const { return in_flight_->can_be_asked(); }
-  // In flight: whether receive() would not have to wait, after so long.
+  // In flight: whether the result arrives within `time`, so that receive() does not wait.
   bool arrives_within(std::chrono::milliseconds time) { return in_flight_->is_done_within(time); }
   // kInFlight -> kReceived. Waits for the result.
   void receive();
-  // kReceived -> kFilling. Makes every used parameter's gradient the average. `used_anywhere`, by parameter index, stands
-  // in for the flags; empty: the flags that travelled tell.
+  // kReceived -> kFilling. Sets the gradient of every used parameter to the average.
+  // `used_anywhere`, by parameter index, replaces the flags; empty: the flags that travelled count.
   void finish(const std::vector<bool>& used_anywhere);
-  // Notes which averages hold NaN or infinity, as the flags tell that `travelled`; where none did, as this rank saw.
+  // Notes which averages hold NaN or infinity: by the flags if they `travelled`, else by this
+  // rank's own check.
   void note_finite(bool travelled);
-  // What note_finite() has left on the device since it was last asked; see [Note: flags that stay on a device].
+  // Returns and forgets the flags that note_finite() has left on the device; see
+  // [Note: flags that stay on a device].
   std::optional<UnreadFlags> take_unread() { return std::exchange(unread_, std::nullopt); }
-  // Any state -> kFilling, dropping what a failed backward left.
+  // Any state -> kFilling. Drops the remains of a failed backward.
   void abandon();
 
-  // What travelled with the gradients: how many ranks used each parameter, fp32. Undefined where nothing did.
+  // Returns how many ranks used each parameter, fp32, as the flags that travelled with the
+  // gradients say. Undefined without flags.
   at::Tensor sums_of_flags() const;
-  // Writes how many ranks used each of its parameters in the last finished step; nothing without flags.
+  // Writes how many ranks used each of its parameters in the last finished step; nothing without
+  // flags.
   void count_uses(std::vector<int64_t>& counts) const;
 
  private:
@@ -115,7 +122,7 @@ class Bucket {
   size_t pending_ = 0;
   bool missed_ = false;
   bool checked_ = false;   // for NaN and infinity
-  at::Tensor infinities_;  // what was found on a device; undefined: nobody looked there
+  at::Tensor infinities_;  // result of the check on a device; undefined: not checked
   std::optional<UnreadFlags> unread_;
   std::unique_ptr<comm::InFlight> in_flight_;
 };

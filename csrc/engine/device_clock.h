@@ -1,15 +1,18 @@
-// When a device came to its events, on the host's steady clock.
+// Converts the times of a device's events to the host's steady clock.
 //
 // [Note: device time]
-// A host runs ahead of its device, so a mark there is an event on the current stream, whose time is looked up when the marks are
-// read. Devices tell the time between two events alone, as fp32 milliseconds, by a clock that drifts from the host's. So every
-// step has an origin of its own: an event on a stream that nothing else is put on, just after the host's clock has been read. The
-// device comes to it at once, and marks are counted from it: 10 s later fp32 still resolves a microsecond, and clocks that differ by
-// 50 parts in a million are half a millisecond apart.
+// The host runs ahead of its device. So a mark on a device is an event on the current stream, and
+// its time is looked up when the marks are read. Devices only report the time between two events,
+// as fp32 milliseconds, by a clock that drifts from the host's. So every step has an origin of its
+// own: an event on an otherwise unused stream, recorded just after the host's clock has been read.
+// The device reaches it at once, and the times of marks count from it: 10 s later fp32 still
+// resolves a microsecond, and clocks that differ by 50 parts in a million are half a millisecond
+// apart.
 //
-// Torch has no streams that are nobody else's, so that an origin can be late, and what is counted from it early. The device cannot
-// have come to an origin before the host recorded it; so of an origin and the one before it the one that says the later time is
-// right, where they are so close that clocks have not drifted apart.
+// Torch has no private streams, so the device may reach an origin late; times counted from it are
+// then too early. But the device cannot reach an origin before the host records it. So of an origin
+// and the one before it, the one that yields the later time is right, if the two are so close that
+// the clocks have not drifted apart.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +23,7 @@
 
 namespace fastsync::engine {
 
-// `Event` is torch's, or has its query() and elapsedTime(), in milliseconds.
+// `Event` is c10::Event, or has its query() and elapsedTime(), in milliseconds.
 template <class Event>
 struct Origin {
   struct Anchor {
@@ -31,12 +34,14 @@ struct Origin {
   Anchor before;  // that of the origin before it
 };
 
-// Apart by more than that, the drift of the clocks is more than an origin is late, as a rule.
+// If two origins are further apart, the drift of the clocks usually exceeds the lateness of an
+// origin.
 constexpr double kNearMs = 1000.0;
 
 inline int64_t nanoseconds(double ms) { return std::llround(ms * 1e6); }
 
-// Of `event`, recorded after `origin` by a thread that had it; none where the device has not come to it, or to the origin.
+// Returns the host's time of `event`, which a thread recorded after it had `origin`; none if the
+// device has not reached the event or the origin.
 template <class Event>
 std::optional<int64_t> host_time_of(const Origin<Event>& origin, const Event& event) {
   const auto& [own, before] = origin;

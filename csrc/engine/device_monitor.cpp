@@ -13,8 +13,8 @@ using std::chrono::milliseconds;
 constexpr milliseconds kSlice{50};     // between two looks
 constexpr milliseconds kSettles{500};  // until other ranks know of the fault, too
 constexpr milliseconds kLongest{5000};
-constexpr double kOfTimeout =
-    0.9;  // the backend's own watchdog says less, and comes after this one
+// A share of the backend's timeout: its own watchdog reports less, and is to come after this one.
+constexpr double kOfTimeout = 0.9;
 constexpr milliseconds kAborts{1000};  // at most, for aborts under way when the process ends
 
 double seconds_since(DeviceMonitor::Clock::time_point then) {
@@ -54,7 +54,8 @@ void DeviceMonitor::close() {
   aborts_.clear();
 }
 
-// Those behind one that the device has not passed may be of other streams: they are asked in their turn.
+// Stops at the first mark that the device has not passed: later ones may lie on other streams, and
+// are queried in their turn.
 void DeviceMonitor::drop_ended() {
   while (!marks_.empty() && marks_.front()->ended()) marks_.pop_front();
 }
@@ -78,7 +79,7 @@ void DeviceMonitor::run() {
   }
 }
 
-// Whether there is a reason to ask the device.
+// Whether there is a reason to query the device.
 bool DeviceMonitor::is_suspicious(std::unique_lock<std::mutex>& lock) {
   if (marks_.empty()) return false;
   const Mark& oldest = *marks_.front();
@@ -120,7 +121,7 @@ bool DeviceMonitor::comes_back(std::unique_lock<std::mutex>& lock, milliseconds 
   return false;
 }
 
-// Each on a thread of its own, as one may block. Nobody waits for those that do.
+// Each abort has a thread of its own, because it may block. A blocked one holds up no other.
 void DeviceMonitor::abort() {
   for (const comm::Communicator& each : communicators_) {
     std::packaged_task<void()> task(each.abort);

@@ -1,20 +1,25 @@
-// What looks out for other ranks while a device, and not the host, waits for them.
+// Watches for faults of other ranks while a device, not the host, waits for them.
 //
 // [Note: faults on a device]
-// A backend of a device (NCCL and its kin) has streams wait for averages, so the script goes on and nobody looks up. What is
-// followed is a mark in a stream behind such a wait. The script's thread drops marks that its device has passed when it comes
-// by, and a thread beside it asks the device only where there is a reason: a rank has ended, or the oldest mark is older than
-// the threshold of warnings. No step waits for that, and no rank sends anything.
+// With a backend of a device (NCCL and the like) streams wait for averages, so the script goes on
+// and no thread notices a fault. The monitor therefore follows marks: events in a stream behind
+// such a wait. The script's thread drops the marks that the device has passed whenever it adds one.
+// A second thread queries the device only for a reason: a rank has ended, or the oldest mark is
+// older than the threshold of warnings. No step waits for that, and no rank sends anything.
 //
 // Once there is a fault:
 //
-//   at once         its report is on stderr, the other ranks are told, and the script's next call raises it
-//   kSettles later  communicators are aborted: kernels and the host's waits end. No earlier: an abort has kernels run to
-//                   their end without data, on other ranks too, and these should know of the fault before their script can
-//                   go on. A script that has been told gets it at once, so that nothing holds up its end.
-//   kLongest later  a script that has not come back is ended, as the watchdogs of backends do at their timeouts.
+//   at once         the report is on stderr, the other ranks know, and the script's next call
+//                   raises it
+//   kSettles later  communicators are aborted: kernels and the host's waits end. An abort lets
+//                   kernels run to their end without data, on other ranks too; these should know of
+//                   the fault before their scripts go on. If the script already has the error, the
+//                   abort comes at once, so that nothing delays the exit.
+//   kLongest later  a process whose script has not come back is ended, as the watchdogs of backends
+//                   do at their timeouts.
 //
-// Ranks that survive deaths have the host wait instead (reducer_elastic.cpp), and a captured step cannot be followed.
+// With elastic training the host waits instead (reducer_elastic.cpp). A captured step cannot be
+// followed.
 #pragma once
 
 #include <unistd.h>
@@ -39,22 +44,22 @@ class DeviceMonitor {
   using Clock = std::chrono::steady_clock;
   // Whether a device has passed a mark.
   using Ended = std::function<bool()>;
-  // What is waited for; asked only where others may be at fault.
+  // Describes the expected collective; called only if other ranks may be at fault.
   using What = std::function<Wanted()>;
 
-  // What the device has not passed.
+  // The marks that the device has not passed.
   struct Pending {
     Wanted oldest;
     Wanted newest;
-    double seconds = 0;    // since it should have begun to wait for the oldest
+    double seconds = 0;    // since the oldest mark was made
     bool overdue = false;  // the backend is about to give up
-    Patience& patience;    // with the oldest
+    Patience& patience;    // for the oldest
   };
-  // Called from the monitor's thread, without its lock, but the first.
+  // All but `patience` are called from the monitor's thread, without its lock.
   struct Listener {
     std::function<Patience()> patience;
     std::function<bool()> is_troubled;         // a rank has ended, or may have
-    std::function<bool(const Pending&)> find;  // whether there is a fault; says so, and tells ranks
+    std::function<bool(const Pending&)> find;  // whether there is a fault, which it reports
     std::function<bool()> is_known_to_script;
     std::function<void()> end_process;  // of a script that does not come back
   };
@@ -66,7 +71,7 @@ class DeviceMonitor {
 
   void add(comm::Communicator communicator);
   void follow(Ended ended, What what);
-  // Follows nothing any more, and gives aborts under way a moment.
+  // Stops following marks, and waits a moment for running aborts.
   void close();
 
  private:

@@ -1,4 +1,5 @@
-// How a rank waits for the others: whom it looks for, whom it blames, and what it says. See fault_watch.h.
+// How a rank waits for the others: which faults it looks for, which ranks it blames, and what it
+// reports. See fault_watch.h.
 #include <algorithm>
 #include <cstdio>
 #include <set>
@@ -14,15 +15,15 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kSlice{50};         // between two looks at the others
-constexpr milliseconds kAnswers{300};      // for answers to a question to come
-constexpr milliseconds kLastAnswers{900};  // likewise, where none has come
+constexpr milliseconds kAnswers{300};      // for the answers to a question
+constexpr milliseconds kLastAnswers{900};  // likewise, if none has come
 // A collective may still arrive after the end of a rank that had sent all of its part.
 constexpr milliseconds kDeathGrace{100};
 constexpr milliseconds kIssuedGrace{5000};  // it had issued the collective before it left
-// Where only the connections between watches are lost, collectives may still arrive.
+// If only the connections between watches are lost, collectives may still arrive.
 constexpr milliseconds kLostGrace{5000};
-constexpr milliseconds kUnheard{500};     // likewise, where the system can tell more
-constexpr milliseconds kWordsLeave{100};  // at most, until what a rank says is on its way
+constexpr milliseconds kUnheard{500};     // likewise, if the system can tell more
+constexpr milliseconds kWordsLeave{100};  // at most, until a rank's message is sent
 constexpr int kDistance = 3;              // each warning comes so many times later
 constexpr size_t kMostNamed = 8;
 
@@ -36,7 +37,7 @@ std::string rounded(double seconds) {
   return text;
 }
 
-// A rank that has ended may not have sent what it had issued.
+// An ended rank may not have sent the data of collectives that it had issued.
 Wanted anything_of(Wanted wanted) {
   wanted.issued = kUncounted;
   return wanted;
@@ -50,7 +51,7 @@ std::string join(const std::vector<std::string>& parts, const char* between) {
 
 }  // namespace
 
-// Those for which it is time.
+// Returns the ended ranks that count as faults by now.
 std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted, Clock::duration grace,
                                                   bool with_lost) const {
   std::vector<Report> first;
@@ -73,9 +74,11 @@ std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted, Clock::d
   return first.empty() ? secondary : first;
 }
 
-// Who waits itself is late because of another; it is named only where there is nobody else. Who has given up has waited, and
-// said for whom: that counts as an end. Where all have issued what is wanted, one whose codec is at work for long holds it up,
-// or one that lacks what this rank has issued since: collectives of several buckets take turns.
+// Returns the late ranks to blame. A waiting rank is blamed only if no other rank is late: it is
+// late because of another one. A rank that has given up counts as ended, not as late: it has said
+// which ranks it waited for. If all ranks have issued the collective, the cause is a rank whose
+// codec runs for long, or a rank that lacks a later collective of this rank: collectives of several
+// buckets take turns.
 std::vector<FaultWatch::Report> FaultWatch::late(const Wanted& wanted) const {
   std::vector<Report> causes;
   std::vector<Report> coding;
@@ -104,7 +107,7 @@ std::vector<FaultWatch::Report> FaultWatch::late(const Wanted& wanted) const {
   return behind;
 }
 
-// Under `mutex_`: the same, of all that this rank has issued.
+// Under `mutex_`. Returns `wanted` extended to all collectives that this rank has issued.
 Wanted FaultWatch::newest_of(Wanted wanted) const {
   if (is_counted(wanted) && wanted.model < models_.size()) {
     const int64_t issued = models_[wanted.model].progress->now().issued;
@@ -138,8 +141,9 @@ void FaultWatch::wait(const Wanted& wanted, const std::function<bool(millisecond
   }
 }
 
-// One that ends before it has been connected has no connection that closes, so neighbours that have not been heard for so long
-// are looked for, too. Returns whether the end of one is to be expected: its connection has closed, and its process lives.
+// Looks for neighbours that have ended. A rank that ends before it is connected has no connection
+// that closes, so silent neighbours are checked, too, after `unheard`. Returns whether another end
+// is to be expected: a connection has closed, and its process still lives.
 bool FaultWatch::find_ended(Clock::duration unheard) {
   std::vector<int64_t> doubtful;
   {
@@ -178,8 +182,9 @@ std::optional<Fault> FaultWatch::find_fault(const Wanted& wanted, const Wanted& 
   return std::nullopt;
 }
 
-// A neighbour has issued collectives of an evaluation that this rank has not, or the other way around: their collectives are not
-// the same ones any more, and both would wait for ever.
+// Finds an evaluation on one rank alone: a neighbour has issued collectives of an evaluation that
+// this rank has not, or the other way around. Their collectives no longer match, and both would
+// wait forever.
 std::optional<Fault> FaultWatch::find_evaluation(const Wanted& wanted, double waited) const {
   int64_t alone = -1;
   int64_t other = -1;
@@ -215,12 +220,13 @@ std::optional<Fault> FaultWatch::find_evaluation(const Wanted& wanted, double wa
   return fault;
 }
 
-// Throws once the end of a rank is known. Waits for a moment, and longer where one is to be expected.
+// Throws once a rank is known to have ended. Waits for a moment, and longer if an end is to be
+// expected.
 void FaultWatch::await_end(const Wanted& wanted, const std::string& error, double waited) {
   const auto start = Clock::now();
   milliseconds patience = tells_of_death(error) ? kIssuedGrace : kAnswers;
   for (Clock::duration passed{}; passed < patience; passed = Clock::now() - start) {
-    // The words of a rank come before its end is seen, if it has left any.
+    // A rank's exit reason, if it sent one, arrives before its end is noticed.
     const bool silence_tells = passed >= kDeathGrace;
     if (find_ended(silence_tells ? Clock::duration{} : kUnheard)) patience = kIssuedGrace;
     std::vector<Report> gone = ended(wanted, Clock::duration{});
@@ -238,7 +244,8 @@ void FaultWatch::explain(const Wanted& wanted, const std::string& error, double 
   await_end(wanted, error, waited);
   std::vector<Report> found = ended(anything_of(wanted), Clock::duration{});
   const bool knows = !found.empty() && found.front().news.kind != News::Kind::kGaveUp;
-  // A rank whose time is over closes its connections, which looks like a death to those whose time is not.
+  // A rank whose timeout has passed closes its connections; to ranks whose timeout has not, that
+  // looks like a death.
   if (!knows && (tells_of_time(error) || waited >= options_.warn_after)) {
     std::vector<Report> causes = late(wanted);
     if (!causes.empty()) found = std::move(causes);
@@ -267,7 +274,8 @@ std::vector<std::pair<int64_t, std::string>> FaultWatch::gone() const {
   return ranks;
 }
 
-// The first of the ranks that wait and are not late themselves; this one where all that are wanted are late.
+// Returns the first rank that waits and is not late itself; this rank if all expected ranks are
+// late.
 int64_t FaultWatch::speaker_of(const Wanted& wanted, const std::vector<Report>& late) const {
   for (int64_t rank = 0; rank < static_cast<int64_t>(members_.size()); ++rank) {
     const bool is_late = std::any_of(late.begin(), late.end(), [rank](const Report& report) {
@@ -278,11 +286,11 @@ int64_t FaultWatch::speaker_of(const Wanted& wanted, const std::vector<Report>& 
   return rank_;
 }
 
-// One rank speaks for all that wait. Returns whether it was time to: not before `at_last`
-// where no rank is known to be late.
+// Prints the warning of all waiting ranks, on one of them. Returns whether the time for it has
+// come: if no rank is known to be late, not before `at_last`.
 bool FaultWatch::warn(const Wanted& wanted, double waited, bool at_last) const {
   std::vector<Report> reports = late(wanted);
-  if (reports.empty()) reports = ended(wanted, Clock::duration{});  // lost: what it sent may arrive
+  if (reports.empty()) reports = ended(wanted, Clock::duration{});  // lost ones may have sent
   if (reports.empty() && !at_last) return false;
   if (speaker_of(wanted, reports) != rank_) return true;
   std::string text = concat("fastsync: rank ", rank_, " has waited ", rounded(waited));
@@ -347,7 +355,8 @@ Fault FaultWatch::first_fault() const {
   return fault_;
 }
 
-// A script may catch the error and end by itself. Then the others would find one that ended without a word.
+// Announces the fault now: a script may catch the error and end normally, and the other ranks would
+// then find a rank that ended without a reason.
 bool FaultWatch::give_up(const Fault& fault) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -367,7 +376,7 @@ std::string FaultWatch::words_for(const News& news, size_t model) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (model >= models_.size()) return describe(news, at, {}, nullptr);
   const Standing mine = models_[model].progress->now();
-  // A host that does not wait may be in a later step than the ranks that it hears of.
+  // A host that does not wait may be in a later step than the ranks that have reported.
   return describe(news, at, models_[model].names, follows_ ? nullptr : &mine);
 }
 
@@ -408,7 +417,8 @@ bool FaultWatch::find_on_device(const DeviceMonitor::Pending& pending) {
   return true;
 }
 
-// At the timeout of a backend, which would end this process and say less: whoever is late.
+// Blames the late ranks just before the timeout of a backend, which would end this process and
+// report less.
 std::optional<Fault> FaultWatch::find_overdue(const Wanted& wanted, double waited,
                                               Patience& patience) {
   if (patience.last_asked == 0) {
@@ -421,7 +431,7 @@ std::optional<Fault> FaultWatch::find_overdue(const Wanted& wanted, double waite
   return fault_of(reports, wanted, waited, "");
 }
 
-// One that ends says so, or has heard of the fault.
+// A script that is leaving counts, too: it comes back by itself.
 bool FaultWatch::is_known_to_script() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return delivered_ || left_;

@@ -13,7 +13,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kSilence{1500};  // of a neighbour's beats
+constexpr milliseconds kSilence{1500};  // of a neighbour's heartbeats
 constexpr milliseconds kPause{5};
 constexpr milliseconds kLauncherLooks{300};  // torchrun does ten times a second
 
@@ -42,7 +42,8 @@ std::vector<int64_t> FaultWatch::connect(std::vector<Member> members, int64_t ra
   for (const Member& member : members_) addresses.push_back(member.address);
   for (const int64_t other :
        comm::Peers::neighbours_of(rank, static_cast<int64_t>(members_.size()))) {
-    neighbours_[other].heard = Clock::now();  // one that never speaks is silent from here on
+    // A neighbour that never reports is silent from here on.
+    neighbours_[other].heard = Clock::now();
   }
   comm::Peers::Listener listener;
   listener.beat = [this] { return beat(); };
@@ -93,12 +94,12 @@ void FaultWatch::on_closed(int64_t rank, bool lost) {
   find_end(rank, lost);
 }
 
-// Milliseconds since it was heard of.
+// Returns the milliseconds since the neighbour's last report.
 int64_t FaultWatch::age_of(const Neighbour& neighbour) {
   return std::chrono::duration_cast<milliseconds>(Clock::now() - neighbour.heard).count();
 }
 
-// A process of this machine may have lost a connection only, or end a moment after it has closed it.
+// A process of this machine may only have lost a connection, or may end a moment after closing it.
 void FaultWatch::find_end(int64_t rank, bool lost) {
   News news{News::Kind::kDied, rank, 0, 0, {}, "ended without a word"};
   {
@@ -130,8 +131,8 @@ void FaultWatch::on_news(const std::string& bytes) {
   }
 }
 
-// Says so where this rank is behind, or its codec holds it up, and for neighbours that do not speak, whatever they have issued:
-// who has been stopped may not have sent it.
+// Reports this rank if it is behind or delayed by its codec. Reports silent neighbours, too,
+// whatever they have issued: a stopped rank may not have sent its data.
 void FaultWatch::answer(const News& question) {
   const Wanted wanted{static_cast<size_t>(question.model), question.issued, -1, "", {}};
   News mine{News::Kind::kLate, rank_, question.model, question.issued, standings(), ""};
@@ -166,7 +167,7 @@ void FaultWatch::note(News news) {
     ends_.erase(rank);
   } else if (is_end(news.kind)) {
     const auto known = ends_.find(rank);
-    // What a rank says of itself tells more than its closed connections, and the first thing it says most.
+    // A rank's own report tells more than its closed connections, and its first report tells most.
     const bool better = known == ends_.end() || is_hearsay(known->second.news.kind);
     if (better) ends_[rank] = {std::move(news), Clock::now()};
     disturbed_ = true;
@@ -193,7 +194,8 @@ bool FaultWatch::is_here(int64_t rank) const {
 
 void FaultWatch::leave(Leaving how, const std::string& why) {
   if (process_ != getpid()) return;
-  const bool unaware = failed_ && !delivered_;  // the script: its communicators are aborted
+  // Unaware: the script does not know of the fault, but its communicators are aborted.
+  const bool unaware = failed_ && !delivered_;
   if (how == Leaving::kRaises && unaware) how = Leaving::kGivesUp;
   News news{News::Kind::kEnded, rank_, 0, 0, standings(), why};
   if (how == Leaving::kRaises) news.kind = News::Kind::kRaised;
@@ -205,7 +207,7 @@ void FaultWatch::leave(Leaving how, const std::string& why) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (std::exchange(left_, true)) return;
   }
-  if (how == Leaving::kEnds && unaware) end_process();  // it has not succeeded
+  if (how == Leaving::kEnds && unaware) end_process();  // the run has not succeeded
   tell(news);
 }
 

@@ -1,16 +1,20 @@
-// What a rank knows of the others while it waits for them: who has ended and why, who is late and where.
+// A rank's knowledge of the others while it waits for them: which have ended and why, which are
+// late and where they are.
 //
-// One per process group. The models of the group tell it where they stand (progress.h), connections between the ranks carry
-// that and the news (comm/peers.h), and a rank that waits for a bucket asks in between:
+// One per process group. The models of the group report their progress to it (progress.h),
+// connections between the ranks carry that and fault events (comm/peers.h), and a rank that waits
+// for a bucket checks in between:
 //
-//   ended   A rank's connections close, or it says why it leaves. Whoever waits for a collective that it has not issued gets
-//           the error at once; whoever does not need it any more goes on.
-//   late    Who has waited for long asks. A rank that is behind answers with what it does and its Python stack, which a
-//           signal handler writes without the GIL. For one that does not even answer its neighbours do.
+//   ended   A rank's connections close, or it says why it leaves. Ranks that wait for a collective
+//           that it has not issued get the error at once; ranks that no longer need it go on.
+//   late    A rank that has waited for long asks. A rank that is behind answers with its position
+//           and its Python stack, which a signal handler writes without the GIL. If it cannot
+//           answer, its neighbours do.
 //
-// Where the host does not wait, a thread beside the script asks instead: [Note: faults on a device] in device_monitor.h.
+// If the host does not wait, a thread beside the script asks instead: [Note: faults on a device] in
+// device_monitor.h.
 //
-// The error is made by Python, and nothing here knows of it.
+// Python makes the error; nothing here depends on its type.
 #pragma once
 
 #include <pthread.h>
@@ -36,7 +40,7 @@
 
 namespace fastsync::engine {
 
-// What an error says; see fastsync.SyncFault.
+// The contents of an error; see fastsync.SyncFault.
 struct Fault {
   std::string text;
   std::vector<int64_t> ranks;
@@ -45,19 +49,19 @@ struct Fault {
   std::vector<std::string> parameters;
   double seconds = 0;
   std::string reason;
-  bool parts = false;  // the ranks' collectives are not the same ones, however many each has issued
+  bool parts = false;  // the ranks' collectives do not match, however many each has issued
 };
 
 // A rank, as the others see it.
 struct Member {
   comm::PeerAddress address;
   int64_t process = 0;
-  std::string machine;  // equal where process numbers mean the same
+  std::string machine;  // equal on ranks that share process numbers
 };
 
 // How a rank leaves.
 enum class Leaving : int64_t {
-  kEnds,     // its script has come to its end
+  kEnds,     // its script has reached its end
   kRaises,   // by an exception of its own
   kGivesUp,  // by an error that others have caused
 };
@@ -69,13 +73,13 @@ class FaultWatch {
   struct Options {
     double warn_after = 10;  // seconds of waiting
     double lost_after = 30;  // seconds in which another machine may acknowledge nothing
-    int stack_file =
-        -1;  // that a handler of `stack_signal` writes the Python stack of its thread to
+    // A handler of `stack_signal` writes the Python stack of its thread to this file.
+    int stack_file = -1;
     int stack_signal = 0;
   };
   struct Interpreter {
     std::function<void(const Fault&)> raise;  // throws
-    std::function<void()> check_signals;      // throws where a handler of a signal raises
+    std::function<void()> check_signals;      // throws if a signal handler raises
   };
 
   FaultWatch(const std::string& host, Options options, Interpreter interpreter);
@@ -84,47 +88,54 @@ class FaultWatch {
   FaultWatch& operator=(const FaultWatch&) = delete;
 
   const comm::PeerAddress& address() const { return peers_.address(); }
-  // All ranks of the group. Returns those that could not be reached. On the thread whose stack others shall see.
+  // Connects to all ranks of the group. Returns the ranks that could not be reached. Must be called
+  // on the thread whose stack reports are to show.
   std::vector<int64_t> connect(std::vector<Member> members, int64_t rank);
-  // Where Python brings all ranks together: model `kPlaces`.
+  // Progress through the places where Python brings all ranks together: model `kPlaces`.
   Progress& places() { return *places_; }
-  // A model of the group, in the order in which every rank makes them. Returns its number.
-  // `board`: where it learns which ranks the others wait for; null: nowhere.
+  // Adds a model of the group, in the same order on every rank. Returns its number. `board`:
+  // collects which ranks the others wait for; null: not collected.
   size_t add(std::shared_ptr<const Progress> progress, Names names,
              std::shared_ptr<PaceBoard> board = nullptr);
 
-  // Returns once `arrives`, which waits for as long as it is told, says so. Throws what the interpreter raises: because a rank
-  // that is wanted has ended, or a signal has come. Warns of ranks that are late.
+  // Returns once `arrives`, which waits at most for the time that it is given, returns true. Throws
+  // the interpreter's exception if an expected rank has ended or a signal has come. Warns of late
+  // ranks.
   void wait(const Wanted& wanted, const std::function<bool(std::chrono::milliseconds)>& arrives);
-  // For who waits in another way: throws where a rank that is wanted has ended, and warns when it is time. `waited`: seconds.
+  // One check, for callers with a wait loop of their own: throws if an expected rank has ended, and
+  // warns when it is time. `waited`: seconds.
   void look(const Wanted& wanted, double waited, Patience& patience);
   Patience new_patience() const { return {options_.warn_after}; }
-  // A backend has failed with `error`: throws where it is known who is to blame. `waited`: seconds.
+  // Throws if it is known which rank caused `error`, with which a backend has failed. `waited`:
+  // seconds.
   void explain(const Wanted& wanted, const std::string& error, double waited);
-  // From now on ranks may go on after an error of this watch. Who cannot, tells the others at once that it gives up.
+  // From now on ranks may go on after an error of this watch. A rank that cannot tells the others
+  // itself that it gives up.
   void survive() { survives_ = true; }
-  // Throws where a fault has been found before, by this thread or beside it: the ranks no longer agree.
+  // Throws if a fault has been found before, by this thread or another: the ranks no longer agree.
   void check_agreement();
 
-  // The host does not wait for what `what` names, and `ended` says whether a device has come to its end: the monitor looks out
-  // for the others meanwhile. Both are called from any thread.
+  // Watches the other ranks while a device waits for the collective that `what` describes, and the
+  // host does not. `ended` says whether the device has passed it. Both may be called from any
+  // thread.
   void follow(DeviceMonitor::Ended ended, DeviceMonitor::What what);
-  // A communicator that a fault aborts.
+  // Adds a communicator, which a fault aborts.
   void add_communicator(comm::Communicator communicator);
 
-  // Ranks that have ended, and in words how; perhaps not of a moment ago.
+  // Returns the ranks that have ended, and how, in words. An end of a moment ago may be missing.
   std::vector<std::pair<int64_t, std::string>> gone() const;
-  // A signal has ended a wait.
+  // Whether a signal has ended a wait.
   bool is_interrupted() const { return interrupted_; }
 
-  // Tells the others, once; `why`: in words.
+  // Tells the others that this rank leaves, once; `why`: in words.
   void leave(Leaving how, const std::string& why);
-  // After an error that ranks have caused which end themselves: returns once those of this machine have ended, and whoever
-  // started the processes has had time to see that they were first. After so long at the latest.
+  // Delays this rank's exit after an error that other, ending ranks have caused: returns once those
+  // of this machine have ended and their launcher has had time to see that they ended first; after
+  // `patience` at the latest.
   void outlast(std::chrono::milliseconds patience) const;
-  // Ends the connections.
+  // Closes the connections.
   void close();
-  // In a process that was forked.
+  // Lets go of the connections, in a forked process.
   void abandon() { peers_.abandon(); }
 
  private:
@@ -159,8 +170,9 @@ class FaultWatch {
   bool find_ended(Clock::duration unheard);
   void await_end(const Wanted& wanted, const std::string& error, double waited);
   void ask(const Wanted& wanted);
-  // What other ranks have done that this one need not wait for any longer; warns of late ones when it is time. `newest`: the
-  // last collective that cannot end without them.
+  // Returns the fault of another rank that makes further waiting useless, if there is one. Warns of
+  // late ranks when it is time. `newest`: the last collective that cannot end without the other
+  // ranks.
   std::optional<Fault> find_fault(const Wanted& wanted, const Wanted& newest, double waited,
                                   Patience& patience);
   std::optional<Fault> find_evaluation(const Wanted& wanted, double waited) const;
@@ -179,14 +191,14 @@ class FaultWatch {
   Fault fault_of(const std::vector<Report>& reports, const Wanted& wanted, double waited,
                  const std::string& error) const;
   [[noreturn]] void raise(const Fault& fault);
-  // Tells the others, and returns true, unless this rank has given up before.
+  // Records the fault and tells the others. Returns false if this rank has given up before.
   bool give_up(const Fault& fault);
   Fault first_fault() const;
   std::string words_for(const News& news, size_t model) const;
 
   Options options_;
   Interpreter interpreter_;
-  int64_t process_ = getpid();  // this one, to tell a forked one
+  int64_t process_ = getpid();  // this process; differs in a forked one
   pthread_t main_thread_{};
   int64_t rank_ = 0;
   std::vector<Member> members_;
@@ -200,11 +212,11 @@ class FaultWatch {
   bool left_ = false;
   std::atomic<bool> disturbed_{false};  // there are ends
   std::atomic<bool> failed_{false};     // there is a fault
-  std::atomic<bool> delivered_{false};  // the script has been told
+  std::atomic<bool> delivered_{false};  // the script has the error
   std::atomic<bool> interrupted_{false};
   std::atomic<bool> survives_{false};
   std::atomic<bool> follows_{false};  // the host may be ahead of what its device waits for
-  Fault fault_;                       // that was found first
+  Fault fault_;                       // the first that was found
 
   comm::Peers peers_;
   DeviceMonitor monitor_;  // whose thread ends first

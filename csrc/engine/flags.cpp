@@ -44,7 +44,7 @@ std::vector<bool> FlagExchange::wait(const std::function<void(comm::InFlight&)>&
   return std::vector<bool>(ranks.begin(), ranks.end());
 }
 
-// A collective that nobody waits for still writes: it keeps that buffer for itself.
+// An abandoned collective still writes to its buffer, so the buffer is not reused.
 void FlagExchange::abandon() {
   if (std::exchange(in_flight_, nullptr)) sum_ = at::Tensor();
 }

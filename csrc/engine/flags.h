@@ -1,11 +1,13 @@
-// Used flags where the buckets carry none, because a communication hook owns them: one small all-reduce of their own.
+// Used flags for buckets that carry none, because a communication hook owns them: one small
+// all-reduce of their own.
 //
-// There is no vote: hooks keep states per bucket (PowerSGD's errors, ZeRO's shards), so under a hook the plan made after the first
-// step stays, as it does in DDP, unless parameters are thawed.
+// There is no vote: hooks keep states per bucket (PowerSGD's errors, ZeRO's shards), so under a
+// hook the plan made after the first step stays, as it does in DDP, unless parameters are unfrozen.
 //
-// It starts when the last gradient is known, while buckets are on their way, and is waited for after them. On a CPU it needs a
-// process group of its own, or memory that the ranks share: hooks may start collectives when earlier ones are done, at times that
-// differ between ranks. On devices they are all enqueued by one thread, in one order.
+// The all-reduce starts when the last gradient is known, while buckets are in flight, and is waited
+// for after them. On a CPU it needs a process group of its own, or memory that the ranks share:
+// hooks may start collectives when earlier ones are done, at times that differ between ranks. On
+// devices one thread enqueues all collectives, in one order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,20 +24,21 @@ namespace fastsync::engine {
 
 class FlagExchange {
  public:
-  // `group`: the ranks'. `own`: none but this uses it.
+  // `group`: of the ranks. `own`: only this object uses it.
   FlagExchange(std::shared_ptr<comm::Collective> group, bool own)
       : group_(std::move(group)), own_(own) {}
 
-  // Whether it may start while hooks are running.
+  // Whether the exchange may start while hooks are running.
   bool overlaps(at::Device device) const { return own_ || !device.is_cpu(); }
   bool started() const { return in_flight_ != nullptr; }
   // `used`: by parameter, whether this rank had a gradient.
   void start(const std::vector<bool>& used, at::Device device);
-  // Which parameters any rank used, by index; empty where this rank used all of them, and need not know.
-  // `arrives`: returns once the collective that it is given is done.
+  // Waits, and returns which parameters any rank used, by index; empty if this rank used all of
+  // them. `arrives`: returns once the given collective is done.
   std::vector<bool> wait(const std::function<void(comm::InFlight&)>& arrives);
   void abandon();
-  // How many ranks used each in the last step; empty before the first, and after one that was abandoned.
+  // Returns how many ranks used each parameter in the last step; empty before the first step and
+  // after an abandoned one.
   std::vector<int64_t> counts() const;
 
  private:

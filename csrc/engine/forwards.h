@@ -1,16 +1,17 @@
-// Which backwards synchronise.
-//
+// Decides which backwards synchronise. //
 // [Note: which backwards synchronise]
-// A backward synchronises if it reaches the outputs of a forward outside no_sync() whose step has not been made yet. So
-// several forwards may come before their backwards, in any order, and each of these averages. A loss may also bypass the
-// outputs, or lie in an object that no search for tensors looks into: so the first backward after such a forward
-// synchronises too, unless it reaches the outputs of another forward of this wrapper. Every other backward only
-// accumulates: a second one through the same graph, one under no_sync(), any work on the bare module, a step of another
-// wrapper of the same parameters. Between steps the hooks rest.
+// A backward synchronises if it reaches the outputs of a forward outside no_sync() whose step has
+// not been made yet. So several forwards may come before their backwards, in any order, and each of
+// these averages. A loss may also bypass the outputs, or lie in an object that no search for
+// tensors looks into: so the first backward after such a forward synchronises too, unless it
+// reaches the outputs of another forward of this wrapper. Every other backward only accumulates: a
+// second one through the same graph, one under no_sync(), any work on the bare module, a step of
+// another wrapper of the same parameters. Between steps the hooks do nothing.
 //
-// A script may also announce a backward, as DDP's `reducer.prepare_for_backward()` does. Then the next one synchronises,
-// whichever forward it belongs to, as soon as it reaches outputs or accumulates a gradient. A forward within a backward
-// announces it, too: a checkpoint runs it again there, and its first run may have been one that synchronises nothing.
+// A script may also announce a backward, as DDP's `reducer.prepare_for_backward()` does. Then the
+// next backward synchronises, whichever forward it belongs to, as soon as it reaches outputs or
+// accumulates a gradient. A forward within a backward announces that backward, too: an activation
+// checkpoint recomputes it there, and its first run may not have synchronised.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Lists of what a kernel packs or unpacks, as units make them anew for each call.
+// Lists of items for a kernel to pack or unpack. Units make them anew for each call.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +26,7 @@ inline at::Tensor run_of(const at::Tensor& flat, int64_t begin, int64_t numel) {
   return ops::view_of(flat, ops::SlotLayout::run(begin, numel), flat.scalar_type());
 }
 
-// Keeps the places that its items point to.
+// Owns the layouts that its items point to.
 class ItemList {
  public:
   // `tensor`, none for `fill` everywhere, and elements of a flat buffer that begin at `offset`.

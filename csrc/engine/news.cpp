@@ -139,7 +139,8 @@ std::string step_of(const Standing& at) {
   }
 }
 
-// Where a rank is that others speak for, and how old its own report is where that matters.
+// Returns the position of a rank that others report on, and the age of its own last report if that
+// matters.
 std::string reported(const News& news, const Standing* at, const Names& names,
                      const Standing* mine) {
   if (at == nullptr) return "";

@@ -1,4 +1,4 @@
-// What ranks tell each other of faults, and how it travels.
+// The messages about faults between ranks, and their encoding.
 #pragma once
 
 #include <cstdint>
@@ -11,29 +11,30 @@ namespace fastsync::engine {
 
 struct News {
   enum class Kind : int64_t {
-    // A rank has ended: its script has, by an exception of its own, by an error that others have caused, or without a word.
+    // A rank has ended: at the end of its script, by an exception of its own, by an error that
+    // others have caused, or without a word.
     kEnded,
     kRaised,
     kGaveUp,
-    kLost,  // for all that can be told: its machine acknowledges nothing
+    kLost,  // presumably: its machine acknowledges nothing
     kDied,
-    kAlive,   // it has not: only a connection was lost
-    kAsked,   // who has not issued this collective?
-    kLate,    // this rank has not
-    kSilent,  // that one has not, and does not speak
+    kAlive,   // the rank lives: only a connection was lost
+    kAsked,   // which ranks have not issued this collective?
+    kLate,    // the sending rank has not
+    kSilent,  // another rank has not, and does not report
   };
 
   Kind kind = Kind::kEnded;
   int64_t about = -1;  // a rank
-  int64_t model = 0;   // that was asked for, and the number of collectives
+  int64_t model = 0;   // of the question, like the number of collectives
   int64_t issued = 0;
   std::vector<Standing> standings;  // of that rank's models
   std::string text;
-  std::vector<int64_t> blames{};  // of one that gave up: ranks that it names
-  int64_t age{};  // milliseconds from `standings` to the end that others have noticed
+  std::vector<int64_t> blames{};  // of a rank that gave up: the ranks that it names
+  int64_t age{};                  // milliseconds from `standings` to the end as others noticed it
 };
 
-// What neighbours tell each other ten times a second.
+// The heartbeat that neighbours send each other ten times a second.
 struct Beat {
   std::vector<Standing> standings;  // of a rank's models
   std::vector<std::string> paces;   // of pace boards, by model
@@ -46,32 +47,34 @@ inline bool codes_long(const Standing& at) {
 }
 
 inline bool is_end(News::Kind kind) { return kind <= News::Kind::kDied; }
-// Of an end: others tell of it.
+// Whether the end is reported by a peer, not by the rank itself.
 inline bool is_hearsay(News::Kind kind) {
   return kind == News::Kind::kLost || kind == News::Kind::kDied;
 }
 
 std::string encode(const News& news);
 std::string encode(const Beat& beat);
-// Of bytes that are cut off, what there is.
+// Decodes a message; a truncated one as far as it goes.
 News decode_news(const std::string& bytes);
 Beat decode_beat(const std::string& bytes);
 
 // The names of a model's parameters.
 using Names = std::vector<std::string>;
 
-// "rank 2 was killed by SIGKILL in the backward of step 812, last gradient 'fc.weight', 3 of 9 buckets sent". `at`: where it
-// stands; null: it is not known. `mine`: where this rank stands in the same model; null: likewise. A rank that others speak for
-// may have gone on after its last report: it cannot be in an earlier step than this rank.
+// "rank 2 was killed by SIGKILL in the backward of step 812, last gradient 'fc.weight', 3 of 9
+// buckets sent". `at`: the position of that rank; null: not known. `mine`: the position of this
+// rank in the same model; null: likewise. A rank that others report on may have gone on after its
+// last report: it cannot be in an earlier step than this rank.
 std::string describe(const News& news, const Standing* at, const Names& names,
                      const Standing* mine);
-// The end of that: "in the backward of step 812, ...".
+// The last part of that: "in the backward of step 812, ...".
 std::string activity(const Standing& at, const Names& names);
 // "forward", "backward", ...
 const char* name_of(int64_t phase);
-// The ranks to blame, as `hearer` sees it. Who gave up waited in vain for those that it names, perhaps for the hearer.
+// Returns the ranks to blame from `hearer`'s point of view. A rank that gave up waited in vain for
+// the ranks that it names, perhaps for the hearer.
 std::vector<int64_t> causes_of(const News& news, int64_t hearer);
-// What to do about it, for the first of those that are to blame. `joins`: the model has join().
+// Returns the remedy for the first of the ranks to blame. `joins`: the model has join().
 const char* remedy_for(News::Kind kind, bool joins);
 
 }  // namespace fastsync::engine

@@ -7,8 +7,9 @@
 namespace fastsync::engine {
 namespace {
 
-// The longest steps of a window are left out: one in which a checkpoint was written, or garbage collected, tells nothing of
-// the others. How long a step takes is the same on all ranks, so they leave out the same ones.
+// The longest steps of a window are left out: a step that wrote a checkpoint or collected garbage
+// says nothing about the others. A step takes equally long on all ranks, so all leave out the same
+// ones.
 constexpr int64_t kOutliers = 2;
 
 int64_t now() {
@@ -55,7 +56,7 @@ std::optional<Times> Pace::end_step(int64_t steps) {
   window_ = window;
   steps_.push_back(times_);
   times_ = {};
-  // Not where this rank had no inputs for some of them.
+  // No means if this rank had no inputs for some of the steps.
   if (steps % kWindow != 0 || steps_.size() != kWindow) return std::nullopt;
   return mean(steps_);
 }

@@ -1,7 +1,7 @@
-// What the time of this rank's steps goes to, for whoever asks which rank the others wait for.
+// Splits the time of this rank's steps by activity, to find the rank that the others wait for.
 //
-// At every moment a rank is at one activity, so the times of a step add up to its length. Changing it costs one reading of the
-// clock; a step has about six changes and two per bucket.
+// At every moment a rank is in one activity, so the times of a step add up to its length. A change
+// costs one reading of the clock; a step has about six changes, and two per bucket.
 #pragma once
 
 #include <array>
@@ -12,11 +12,11 @@
 namespace fastsync::engine {
 
 enum class Activity : uint8_t {
-  kBetweenSteps,  // data, the optimizer, backwards under no_sync(): whatever is none of the others
-  kForward,       // and what follows it, up to the backward
+  kBetweenSteps,  // data, the optimizer, backwards under no_sync(): all that is none of the others
+  kForward,       // up to the start of the backward
   kBackward,
   kPacking,  // and handing buckets to the backend
-  kWaiting,  // for averages, for rank 0's buffers, for parameters
+  kWaiting,  // for averages, rank 0's buffers, or parameters
 };
 constexpr size_t kActivities = 5;
 using Times = std::array<int64_t, kActivities>;  // nanoseconds, by activity
@@ -26,11 +26,11 @@ class Pace {
   // Steps over which times are averaged. Windows begin after the same steps on every rank.
   static constexpr int64_t kWindow = 50;
 
-  // From now on. Returns the activity before.
+  // Starts `activity`. Returns the one before.
   Activity reach(Activity activity);
-  // The time since the last change counts for nothing: the ranks have planned.
+  // Drops the times of the running step: the ranks have planned.
   void restart();
-  // A step has ended, after so many. Returns the means of its window where it is the last one of it.
+  // Ends the step number `steps`. Returns the means of its window if it is the last step of it.
   std::optional<Times> end_step(int64_t steps);
 
  private:
@@ -41,7 +41,7 @@ class Pace {
   std::vector<Times> steps_;  // of the window
 };
 
-// While it lives, the rank is at `activity`.
+// Keeps the rank in `activity` while it lives.
 class Lap {
  public:
   Lap(Pace& pace, Activity activity) : pace_(pace), before_(pace.reach(activity)) {}

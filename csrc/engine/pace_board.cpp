@@ -10,10 +10,10 @@ namespace {
 
 using Lock = std::lock_guard<std::mutex>;
 
-constexpr size_t kRecords = 9;  // one more than a machine of eight ranks that is slow
-constexpr size_t kWindows =
-    8;  // that are kept: what is told may take longer than a window of short steps
-constexpr int kLastBeats = 20;  // with which a complete window is told
+constexpr size_t kRecords = 9;  // one more than the ranks of a slow machine of eight
+// Windows that are kept: a report may take longer to spread than a window of short steps.
+constexpr size_t kWindows = 8;
+constexpr int kLastBeats = 20;  // that repeat a complete window
 constexpr int64_t kWordBits = 64;
 
 size_t words_for(int64_t ranks) { return static_cast<size_t>((ranks + kWordBits - 1) / kWordBits); }
@@ -63,7 +63,8 @@ void PaceBoard::add(int64_t steps, const std::vector<int64_t>& told, bool comple
   while (windows_.size() > kWindows) windows_.erase(windows_.begin());
 }
 
-// By window: the steps, the number of words of who has told and these, the number of records and these. No words: all have.
+// Per window: the steps; the number of words of the set of ranks, and the words; the number of
+// records, and the records. No words: the set holds all ranks.
 std::string PaceBoard::encode() {
   const Lock lock(mutex_);
   std::string bytes;

@@ -1,9 +1,9 @@
-// Where the ranks learn of each other's pace: what each waited for the others, window by window.
+// Spreads the ranks' step timing: how long each waited for the others, window by window.
 //
-// The rank that waits least is the one that the others wait for. So what all have to know is who waits least, and who
-// comes after: the few ranks that wait least. Such lists merge in any order and any number of times. They travel in the
-// beats of the fault watch, from neighbour to neighbour, together with the set of the ranks that they were taken from: once
-// it holds all ranks, the list is the same everywhere.
+// The rank that waits least is the one that the others wait for. So each rank needs a short list:
+// the few ranks that wait least. Such lists merge in any order and any number of times. They travel
+// in the heartbeats of the fault watch, from neighbour to neighbour, together with the set of the
+// ranks that they were taken from: once the set holds all ranks, the list is the same everywhere.
 #pragma once
 
 #include <cstdint>
@@ -22,32 +22,33 @@ struct PaceRecord {
   Times times{};  // of a step
 };
 
-// Of a window of steps.
+// The list for one window of steps.
 struct PaceReport {
-  int64_t steps = 0;                 // that had been made at its end
-  std::vector<PaceRecord> earliest;  // those that wait least first
+  int64_t steps = 0;                 // made by the end of the window
+  std::vector<PaceRecord> earliest;  // the ranks that wait least, in that order
 };
 
 class PaceBoard {
  public:
   PaceBoard(int64_t rank, int64_t ranks) : rank_(rank), ranks_(ranks) {}
 
-  // This rank's means over the window that ended after so many steps.
+  // Adds this rank's means over the window that ended after `steps` steps.
   void post(int64_t steps, const Times& times);
-  // What neighbours may lack, and what they have told. On the watch's thread.
+  // Encode the windows that neighbours may lack, and merge those of a neighbour. Both run on the
+  // watch's thread.
   std::string encode();
   void merge(const std::string& bytes);
 
-  // Of the latest window that every rank has told of.
+  // Returns the report of the latest window that covers every rank.
   std::optional<PaceReport> latest() const;
-  // Whether there is one that nobody has asked for so.
+  // Whether such a report has appeared since the last call.
   bool take_news();
 
  private:
   struct Window {
-    std::vector<int64_t> told;  // bits, by rank
+    std::vector<int64_t> told;  // bits, by rank: the ranks that the list covers
     bool complete = false;
-    int beats = 0;  // since then
+    int beats = 0;  // since it is complete
     std::vector<PaceRecord> earliest;
   };
 

@@ -43,7 +43,8 @@ void PlanWatch::begin_step() {
 
 void PlanWatch::end_step(const std::vector<int64_t>& missing) {
   last_order_ = order_;
-  // A function's backward may have returned no gradient for what is missing: it has arrived all the same.
+  // A function's backward may have returned no gradient for what is missing: it has arrived all the
+  // same.
   std::unordered_set<int64_t> seen(order_.begin(), order_.end());
   std::copy_if(missing.begin(), missing.end(), std::back_inserter(last_order_),
                [&](int64_t param) { return seen.insert(param).second; });

@@ -1,10 +1,13 @@
-// Watches whether the bucket plan still fits the order in which gradients arrive, and has all ranks agree on a new one.
+// Watches whether the bucket plan still fits the order in which gradients arrive, and has all ranks
+// agree on a new one.
 //
 // [Note: new plans]
-// After the first synchronised step the ready order is known, and every rank asks for a new plan. Later a rank that sees buckets
-// complete out of plan order, or parameters frozen, sets a vote that travels in the flags of the last bucket. Its sum is read at
-// the end of the next step, when no device has to be waited for, and is the same on all ranks, so they all plan at once. A rank waits twice as long before each further vote: where no plan fits, planning
-// ends.
+// After the first synchronised step the ready order is known, and every rank asks for a new plan.
+// Later a rank that sees buckets complete out of plan order, or parameters frozen, sets a vote that
+// travels in the flags of the last bucket. Its sum is read at the end of the next step, without a
+// wait for any device. The sum is the same on all ranks, so all plan after the same step. Each vote
+// that passes doubles the number of steps before the next one: if no plan fits, planning becomes
+// rare.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,9 +23,9 @@ namespace fastsync::engine {
 class PlanWatch {
  public:
   void plan_installed();
-  // A plan that was made before.
+  // An earlier plan is back in use.
   void plan_restored();
-  // Ranks of another process group know nothing of this one's steps.
+  // The process group has changed: its ranks do not know the steps so far.
   void group_changed();
 
   void begin_step();
@@ -30,13 +33,14 @@ class PlanWatch {
   void bucket_out_of_order() { out_of_order_ = true; }
   // `missing`: planned parameters without gradient in this step.
   void end_step(const std::vector<int64_t>& missing);
-  // A step of the other ranks, in which this one had no gradients.
+  // Ends a step of the other ranks, to which this rank contributed no gradients.
   void end_shadow_step();
 
-  // The plan holds parameters that are frozen now. That is harmless, so the wish for another may wait.
+  // Asks for a new plan because the plan holds parameters that are frozen now. That is harmless, so
+  // the vote may wait.
   void wish();
   bool vote() const { return vote_; }
-  // The sum of this step's votes, on any device; undefined where there were none.
+  // Takes the sum of this step's votes, on any device; undefined if there were none.
   void note_votes(const at::Tensor& sum);
 
   // At the end of a step: whether all ranks ask for a new plan now.

@@ -16,7 +16,8 @@ constexpr int64_t kAlignment = 16;  // elements
 
 }  // namespace
 
-// Held by the final callback of a backward, which an error that ends the backward early drops instead of calling it.
+// Held by the final callback of a backward. An error that ends the backward early destroys the
+// callback instead of calling it.
 class Precision::Restoration {
  public:
   explicit Restoration(std::function<void()> restore) : restore_(std::move(restore)) {}

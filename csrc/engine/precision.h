@@ -1,8 +1,9 @@
-// Parameters that are stored in one precision and take part in forward and backward in a lower one.
+// Parameters stored in one precision and used by forward and backward in a lower one.
 //
-// The parameters' data is exchanged, as torch's DistributedDataParallel does it: modules find low-precision parameters
-// where they look for their own. The stored ones are in place outside of forward, and outside of backward, which begins when
-// it reaches the forward's outputs. Gradients arrive in the low precision and end in the stored one.
+// The parameters' data is replaced, as torch's DistributedDataParallel does: modules find
+// low-precision data in their own parameters. The stored data is in place outside forward and
+// backward; a backward counts from where it reaches the forward's outputs. Gradients arrive in the
+// low precision and end in the stored one.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,22 +21,26 @@ namespace fastsync::engine {
 
 class Precision : public std::enable_shared_from_this<Precision> {
  public:
-  // Of `params`, floating-point ones of another dtype than `compute` are exchanged.
+  // Replaces the data of those `params` that are floating-point and of another dtype than
+  // `compute`.
   Precision(std::vector<at::Tensor> params, at::ScalarType compute);
 
   at::ScalarType compute() const { return compute_; }
   bool converts(const at::Tensor& param) const;
-  // What a parameter that is exchanged is stored in; nothing for others.
+  // Returns the storage dtype of a parameter whose data is replaced; nothing for others.
   std::optional<at::ScalarType> stored_dtype(const at::Tensor& param) const;
   // Called whenever low-precision data has been put in place.
   void on_exchange(std::function<void()> fn) { on_exchange_ = std::move(fn); }
 
-  // Start of a forward: casts all parameters, by one kernel per device and stored dtype, and puts the results in place.
+  // Starts a forward: casts all parameters, by one kernel per device and stored dtype, and puts the
+  // results in place.
   void begin_forward();
   void end_forward() { restore(); }
-  // A backward has reached the outputs of a forward: puts what that forward computed with in place.
+  // A backward has reached the outputs of a forward: puts the parameters that the forward used in
+  // place.
   void begin_backward();
-  // Inside a backward: has its end put the stored parameters back, whether it succeeds or not.
+  // Inside a backward: puts the stored parameters back when the backward ends, whether it succeeds
+  // or not.
   void restore_at_end();
 
  private:
@@ -58,8 +63,8 @@ class Precision : public std::enable_shared_from_this<Precision> {
   at::ScalarType compute_;
   std::function<void()> on_exchange_;
   std::vector<Group> groups_;
-  std::vector<at::Tensor> low_;     // by parameter; undefined where nothing is exchanged
-  std::vector<at::Tensor> stored_;  // what the parameters held; empty while that is in place
+  std::vector<at::Tensor> low_;             // by parameter; undefined where nothing is replaced
+  std::vector<at::Tensor> stored_;          // the stored data; empty while it is in place
   std::weak_ptr<Restoration> restoration_;  // that of the running backward
   int64_t forwards_ = 0;
 };

@@ -26,7 +26,8 @@ constexpr milliseconds kPause{5};
 constexpr size_t kMostBytes = 4096;  // of a stack
 constexpr uint64_t kExiting = 4;     // PF_EXITING of the kernel's sched.h
 
-// Fields of /proc/<pid>/stat after the name, as proc(5) numbers them less 3; empty where there is no such process.
+// Fields of /proc/<pid>/stat after the name, as proc(5) numbers them less 3; empty where there is
+// no such process.
 std::vector<std::string> stat_of(int64_t process) {
   std::ifstream file(concat("/proc/", process, "/stat"));
   std::string text;
@@ -64,7 +65,7 @@ std::array<char, 128> last_line{};  // a handler cannot reach anything but globa
 
 void on_termination(int number) {
   if (write(STDERR_FILENO, last_line.data(), std::strlen(last_line.data())) < 0) {
-    // There is nobody to tell.
+    // There is no other channel for the line.
   }
   signal(number, SIG_DFL);
   raise(number);
@@ -105,7 +106,7 @@ std::string stack_of(pthread_t thread, int signal, int file) {
   if (pthread_kill(thread, signal) != 0) return "";
   struct stat facts{};
   off_t size = 0;
-  // Written line by line: complete once it does not grow any more.
+  // The handler writes line by line: the stack is complete once the file stops growing.
   for (auto left = kLongest; left > milliseconds{0}; left -= kPause) {
     std::this_thread::sleep_for(kPause);
     if (fstat(file, &facts) != 0) return "";

@@ -1,4 +1,5 @@
-// What the system tells about processes of this machine, and the Python stack of one of this process's threads.
+// Facts about processes of this machine from the system, and the Python stack of a thread of this
+// process.
 #pragma once
 
 #include <pthread.h>
@@ -10,17 +11,19 @@ namespace fastsync::engine {
 
 struct ProcessEnd {
   bool lives = false;
-  std::string how;  // "was killed by SIGKILL"; empty where nobody knows
+  std::string how;  // "was killed by SIGKILL"; empty if unknown
 };
 
-// Of a process of this machine. One that has begun to end does not live.
+// Returns how a process of this machine has ended. An exiting process does not live.
 ProcessEnd end_of_process(int64_t process);
 bool is_stopped(int64_t process);
 
-// Has this process print `line` when SIGTERM ends it, and end as it would have; nothing where the program handles the signal.
+// Lets this process print `line` when SIGTERM ends it, and then end as it would have. Does nothing
+// if the program handles the signal.
 void announce_termination(const std::string& line);
 
-// Has a handler of `signal` write `thread`'s stack to `file`, and returns that; empty where there is none, or it does not come.
+// Makes a handler of `signal` write the stack of `thread` to `file`, and returns the text; empty if
+// there is no handler or no text in time.
 std::string stack_of(pthread_t thread, int signal, int file);
 
 }  // namespace fastsync::engine

@@ -1,7 +1,9 @@
-// Where a model's training stands on this rank, for whoever wants to say so while the rank cannot.
+// The progress of a model's training on this rank, for reports while the training thread is
+// blocked.
 //
-// The thread that trains writes, a thread that watches reads. Each value is stored by itself and relaxed, so writing costs a
-// plain store; a reader may see a step's number beside the phase of the one before.
+// The training thread writes, a watching thread reads. Each value is stored by itself, with relaxed
+// order, so writing costs a plain store; a reader may see a step's number beside the phase of the
+// step before.
 #pragma once
 
 #include <pthread.h>
@@ -26,27 +28,28 @@ enum class Phase : int64_t {
   kGatheringUnit,
   kReducingUnit,
   kComparing,  // what all ranks should have
-  kTogether,   // waiting where Python brings all ranks together
+  kTogether,   // waiting in a place where Python brings all ranks together
 };
 
-// A copy.
+// A copy of the progress.
 struct Standing {
-  int64_t step = 0;    // synchronised steps made so far
-  int64_t phase = 0;   // of `Phase`
-  int64_t bucket = 0;  // sent in this step; while waiting, the one, or the unit, that is waited for
-  int64_t buckets = 0;  // of the plan; 0 where there are units
-  int64_t param = -1;   // whose gradient came last; -1: none in this step
-  int64_t issued =
-      0;  // collectives of this model, ever: the same ones in the same order on every rank
-  int64_t coding = 0;     // milliseconds that a codec of the user's has been at work; 0: none is
+  int64_t step = 0;     // synchronised steps made so far
+  int64_t phase = 0;    // of `Phase`
+  int64_t bucket = 0;   // sent in this step; while waiting, the awaited bucket or unit
+  int64_t buckets = 0;  // of the plan; 0 with units
+  int64_t param = -1;   // whose gradient arrived last; -1: none in this step
+  // Collectives of this model so far: the same ones in the same order on every rank.
+  int64_t issued = 0;
+  int64_t coding = 0;     // milliseconds for which a codec of the user has been running; 0: none is
   int64_t evaluated = 0;  // of units: see Evaluated
 };
 
-// How many of a rank's first collectives belong to evaluations: forwards without gradients of parameters that are trained. One
-// word, so that a reader never sees one number beside the other of a moment ago.
+// The number of a rank's first collectives that belong to evaluations: forwards without gradients
+// of parameters that are trained. Packed into one word, so that a reader never sees two numbers of
+// different moments.
 struct Evaluated {
-  uint32_t issued = 0;  // so many collectives, of which
-  uint32_t count = 0;   // so many
+  uint32_t issued = 0;  // collectives, of which
+  uint32_t count = 0;   // belong to evaluations
 
   static Evaluated of(int64_t word) {
     const auto bits = static_cast<uint64_t>(word);
@@ -57,7 +60,7 @@ struct Evaluated {
 
 class Progress {
  public:
-  // While it lives, a codec of the user's is at work on this thread. One at a time.
+  // Marks a codec of the user as running on this thread while it lives. One at a time.
   class Coding {
    public:
     explicit Coding(Progress& progress) : progress_(progress) {
@@ -76,7 +79,7 @@ class Progress {
     return {get(kStep),  get(kPhase),  get(kBucket), get(kBuckets),
             get(kParam), get(kIssued), coding(),     get(kEvaluated)};
   }
-  // The thread on which a codec was last at work.
+  // Returns the thread on which a codec ran last.
   pthread_t coder() const { return coder_.load(std::memory_order_relaxed); }
 
   void reach(Phase phase) { set(kPhase, static_cast<int64_t>(phase)); }
@@ -89,12 +92,12 @@ class Progress {
   }
   void arrived(size_t param) { set(kParam, static_cast<int64_t>(param)); }
   void sent(int64_t buckets) {
-    reach(Phase::kBackward);  // again, where it had waited for an earlier one
+    reach(Phase::kBackward);  // again, if it has waited for an earlier one
     set(kBucket, buckets);
     issue();
   }
   void issue() { set(kIssued, get(kIssued) + 1); }
-  // One of units; `evaluates`: in an evaluation.
+  // Counts a collective of a unit; `evaluates`: in an evaluation.
   void issue_of_units(bool evaluates) {
     issue();
     const Evaluated before = Evaluated::of(get(kEvaluated));
@@ -102,13 +105,14 @@ class Progress {
     history_[now.issued % kHistory].store(now.word(), std::memory_order_relaxed);
     set(kEvaluated, now.word());
   }
-  // How many of so many belonged to evaluations. Negative: not known, or not any more.
+  // Returns how many of the first `issued` collectives belonged to evaluations. Negative: not
+  // known, or no longer.
   int64_t evaluated_of(uint32_t issued) const {
     const auto& kept = history_[issued % kHistory];
     const Evaluated found = Evaluated::of(kept.load(std::memory_order_relaxed));
     return issued > 0 && found.issued == issued ? static_cast<int64_t>(found.count) : -1;
   }
-  // It has failed, so that this rank is where it was before.
+  // Takes the last issue() back: the collective has failed.
   void take_back() { set(kIssued, get(kIssued) - 1); }
   void await(int64_t index, Phase phase = Phase::kWaiting) {
     reach(phase);
@@ -119,13 +123,14 @@ class Progress {
     if (get(kPhase) == static_cast<int64_t>(Phase::kMeeting)) reach(Phase::kForward);
   }
 
-  // How many collectives a rank has issued that has sent so many buckets of this step, at most.
+  // Returns the number of collectives that a rank has issued, at most, once it has sent `buckets`
+  // buckets of this step.
   int64_t issued_with(int64_t buckets) const {
     const int64_t all = get(kIssued);
     return before_ + buckets < all ? before_ + buckets : all;
   }
   int64_t issued() const { return get(kIssued); }
-  // Other ranks count with this one from now on.
+  // Starts the count anew, together with the ranks of a new group.
   void restart() {
     set(kIssued, 0);
     before_ = 0;
@@ -159,8 +164,8 @@ class Progress {
 
   std::array<std::atomic<int64_t>, kFields> values_{};
   std::atomic<pthread_t> coder_{};
-  int64_t before_ = 0;  // issued before this step; the writer's own
-  std::array<std::atomic<int64_t>, kHistory> history_{};  // of Evaluated, by digits of `issued`
+  int64_t before_ = 0;  // issued before this step; used by the writer alone
+  std::array<std::atomic<int64_t>, kHistory> history_{};  // of Evaluated, by `issued`
 };
 
 }  // namespace fastsync::engine

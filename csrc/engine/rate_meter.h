@@ -1,4 +1,4 @@
-// How fast buckets travel: for the size of the next plan's.
+// Measures how fast buckets travel, for the bucket sizes of the next plan.
 #pragma once
 
 #include <atomic>
@@ -12,8 +12,8 @@ namespace fastsync::engine {
 
 class RateMeter {
  public:
-  // A function for the end of a collective that starts here and moves `bytes`; calls `next` after it. It may be called
-  // from any thread, and outlive the meter.
+  // Returns a function to call at the end of a collective that starts now and moves `bytes`; it
+  // calls `next` afterwards. It may run on any thread, and after the meter is gone.
   std::function<void()> timed(int64_t bytes, std::function<void()> next) {
     const auto start = std::chrono::steady_clock::now();
     return [best = best_, start, bytes, next = std::move(next)] {
@@ -26,7 +26,7 @@ class RateMeter {
     };
   }
 
-  // Bytes per second of the fastest so far; 0: none.
+  // Returns the bytes per second of the fastest collective so far; 0: none.
   double best() const { return best_->load(); }
 
  private:

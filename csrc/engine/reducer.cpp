@@ -14,7 +14,7 @@ namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-// Of the reducers of this process.
+// Returns a number of its own for each reducer of this process.
 int64_t next_number() {
   static std::atomic<int64_t> made{0};
   return ++made;
@@ -25,7 +25,8 @@ std::optional<c10::Stream> stream_of(const at::Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
 }
 
-// The outputs of a forward that a checkpoint recomputes have served once the tensors that it saved are there.
+// A checkpoint recomputes a forward only for the tensors that it saves: its outputs are not
+// differentiated.
 void refuse_inner_backward() {
   FS_CHECK(false,
            "cannot differentiate a forward of this wrapper that began during a backward of it: its "
@@ -71,7 +72,7 @@ GradientHooks& Reducer::hooks() {
   return *hooks_;
 }
 
-// The text of an error is part of the logging data.
+// Runs `fn` and keeps the text of its error for the logging data.
 template <typename Fn>
 auto Reducer::noting_errors(const Fn& fn) {
   try {
@@ -97,7 +98,8 @@ void Reducer::prepare_local_forward() {
   attach_thawed();
 }
 
-// What a backward that an exception ended has left. `task`: what cannot be done inside of one.
+// Clears the remains of a backward that an exception has ended. `task`: cannot be done inside a
+// backward.
 void Reducer::leave_backward(const char* task) {
   if (!backward_running_) return;
   FS_CHECK(running_backward() < 0, "cannot ", task, " during a backward");
@@ -111,13 +113,14 @@ void Reducer::leave_backward(const char* task) {
            "left backward() early, or restart from a checkpoint");
 }
 
-// That, and what the last backward had to complain about.
+// Clears them, and throws the complaint of the last backward, if there is one.
 void Reducer::check_ended() {
   leave_backward("start a forward of this wrapper");
   usage_.check_forward();
 }
 
-// A parameter that is thawed gets a hook at once, whether or not it is planned: what it accumulates counts as used.
+// An unfrozen parameter gets a hook at once, whether or not it is planned: a gradient that it
+// accumulates counts as used.
 void Reducer::attach_thawed() {
   for (size_t i = 0; i < params_.size(); ++i) {
     if (params_[i]->tensor.requires_grad()) hooks().attach(i);
@@ -232,7 +235,7 @@ void Reducer::open_step() {
 void Reducer::restore_gradients(int64_t generation) {
   const Lock lock(mutex_);
   if (!is_running(generation)) return;
-  // Buckets that are on their way are still needed if this rank skips the step.
+  // Buckets in flight are still needed if this rank skips the step.
   const size_t first = options_.may_skip ? next_ : 0;
   for (size_t i = first; i < plan_.buckets.size(); ++i) plan_.buckets[i].transport().restore();
 }
@@ -245,7 +248,8 @@ void Reducer::end_backward_by(Ending ending, void (Reducer::*step)(int64_t)) {
   });
 }
 
-// A parameter that autograd reached without a gradient counts as unused, but only where that is no mistake.
+// A parameter that autograd reached without a gradient counts as unused, but only where that is no
+// mistake.
 void Reducer::on_grad_ready(size_t param, bool defined) {
   const Lock lock(mutex_);
   if (defined || options_.fail_on_unused || options_.static_graph) params_[param]->used = true;
@@ -271,12 +275,12 @@ void Reducer::place_gradient(size_t param) {
     advance();
   } else if (communicates() && !counting_fires_ && stats_.steps > 0 &&
              may_take_early(bucket, place.slot)) {
-    // Not in the first step, which tells how often each gradient arrives.
+    // Not in the first step, which counts how often each gradient arrives.
     bucket.offer(place.slot, packing());
   }
 }
 
-// One more gradient for a parameter than expected is harmless only while its bucket is still here.
+// An unexpected further gradient of a parameter is harmless only before its bucket is sent.
 void Reducer::check_repeated(size_t param, const Place& place) const {
   const auto b = static_cast<size_t>(place.bucket);
   const bool sent = communicates() && (next_ > b || plan_.buckets[b].is_settled(place.slot));
@@ -303,10 +307,11 @@ void Reducer::advance() {
   if (all_sent && flags_ && flags_->overlaps(plan_.buckets.front().device())) start_flags();
 }
 
-// Ends the oldest buckets under way that hold memory: those that have arrived, and others where too many are under way. Another
-// wrapper's buckets may have to be sent before one arrives, on this rank or on another. Then waiting takes its full time, once.
-// Where a stream waits instead of the host, it waits for whatever is too much; a bucket of which the host has to read flags
-// stays until the end.
+// Finishes the oldest buckets in flight that hold memory: those that have arrived, and more if too
+// many are in flight. A bucket may only arrive after another wrapper's buckets are sent, on this
+// rank or another. Such a wait takes its full time, but only once. If a stream waits instead of the
+// host, it waits for all buckets above the limit; a bucket whose flags the host has to read stays
+// until the end.
 void Reducer::make_room() {
   size_t under_way = 0;
   for (size_t i = 0; i < next_; ++i) {
@@ -369,7 +374,7 @@ void Reducer::launch(Bucket& bucket) {
   log_.mark(Mark::kLaunched, index, transport.bytes());
   bucket.launch();
   auto done = log_.on_done(index);
-  // Devices tell when a collective was enqueued, not when it ended.
+  // On devices the callback comes when a collective is enqueued, not when it ends.
   const bool timed = stats_.steps == 0 && !transport.is_users() && bucket.device().is_cpu();
   if (timed) done = rate_.timed(bucket.gradient_bytes(), std::move(done));
   if (done) bucket.on_done(std::move(done));
@@ -406,7 +411,7 @@ void Reducer::finish_backward(int64_t generation) {
   std::unique_lock<std::recursive_mutex> lock(mutex_);
   if (!is_running(generation)) return;
   std::vector<int64_t> givers;
-  bool widowed = false;  // of averages that ranks have contributed to which are gone
+  bool widowed = false;  // the averages contain gradients of ranks that are gone
   or_abandon([&] {
     if (survival_) widowed = settle(lock);
     finish_buckets();
@@ -444,7 +449,7 @@ void Reducer::close_buckets() {
   advance();
 }
 
-// skip_all_reduce_unused_params: none of the bucket's parameters is used, on no rank, as the user promised.
+// skip_all_reduce_unused_params: no rank uses any of the bucket's parameters, as the user promised.
 bool Reducer::idle(const Bucket& bucket, const std::function<bool(size_t)>& used) const {
   if (!options_.skip_unused) return false;
   return std::none_of(bucket.slots().begin(), bucket.slots().end(),

@@ -1,13 +1,14 @@
-// How ranks find out whether they have the same, bit for bit.
+// Compares parameters and averages between ranks, bit for bit.
 //
 // [Note: comparing costs no Python]
-// Each rank digests its parameters and averages where they lie, in one pass. The digest of these digests is one number of 64
-// bits, whose bits are summed up over the ranks as used flags are: all ranks have set a bit, or none has, wherever they are
-// alike. So all ranks see the same sums and draw the same conclusion, however many they are. Only if they differ is Python
-// called. It gets the digests of single tensors, which are those that were compared, and not those of what memory holds by then.
+// Each rank digests its parameters and averages where they lie, in one pass. The digest of these
+// digests is one number of 64 bits, whose bits are summed up over the ranks like used flags. If the
+// ranks are alike, each bit is set on all ranks or on none. All ranks see the same sums and draw
+// the same conclusion, however many they are. Python is only called if they differ. It gets the
+// digests of single tensors as they were compared; memory may have changed since.
 //
-// All that happens before backward() returns. A sum that travelled with the next step's gradients would cost no waiting. But the
-// optimizer would have stepped by then, on an average that may be the wrong one.
+// All this happens before backward() returns. A sum that travelled with the next step's gradients
+// would cost no wait. But by then the optimizer would have stepped, perhaps on a wrong average.
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -24,7 +25,8 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 
 constexpr size_t kDigestBits = 64;
 
-// Whether this rank has all elements: zero's gradients, of a class of their own, are spread over the ranks.
+// Whether this rank has all elements. The gradients of ZeRO, of a class of their own, are sharded
+// over the ranks.
 bool is_whole(const at::Tensor& grad) {
   return grad.defined() && !grad.unsafeGetTensorImpl()->is_python_dispatch() &&
          grad.layout() == at::kStrided;
@@ -39,11 +41,12 @@ void Reducer::compare_every(int64_t steps, std::function<void(std::vector<int64_
   differ_ = std::move(differ);
 }
 
-// Where nobody used a parameter its gradient stays what each rank had, and so does one that was thawed too late for this step's
+// Returns the averages by parameter, undefined where there is none. If no rank used a parameter,
+// each rank keeps the gradient that it had; so do parameters unfrozen too late for this step's
 // buckets.
 std::vector<at::Tensor> Reducer::averages() const {
   std::vector<at::Tensor> grads(params_.size());
-  std::vector<int64_t> counts;  // asked for where this rank has missed a gradient
+  std::vector<int64_t> counts;  // read if this rank has missed a gradient
   const std::vector<bool>& mine = log_.used();
   for (size_t i = 0; i < params_.size(); ++i) {
     const at::Tensor& grad = params_[i]->tensor.grad();
@@ -71,7 +74,7 @@ bool Reducer::are_alike(int64_t digest) {
   }
   std::vector<bool> bits(kDigestBits);
   for (size_t i = 0; i < kDigestBits; ++i) bits[i] = (static_cast<uint64_t>(digest) >> i) % 2 == 1;
-  alike_->abandon();  // one that an error has ended
+  alike_->abandon();  // a comparison that an error has ended
   alike_->start(bits, params_.front()->tensor.device());
   log_.progress()->issue();
   alike_->wait([&](comm::InFlight& sum) {
@@ -83,7 +86,7 @@ bool Reducer::are_alike(int64_t digest) {
                      [all](int64_t count) { return count == 0 || count == all; });
 }
 
-// At the end of a step, of all ranks.
+// At the end of a step, on all ranks.
 void Reducer::compare() {
   std::function<void(std::vector<int64_t>)> differ;
   std::vector<int64_t> digests;

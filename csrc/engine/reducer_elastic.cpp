@@ -1,38 +1,47 @@
-// How the ranks that are left finish a step in which others have died.
+// Finishes a step in which ranks have died, on the surviving ranks.
 //
 // [Note: a step is committed]
-// A rank applies the averages of a step, or lets anybody see them, only after a vote: an all-reduce of one number, which a rank
-// starts when all its buckets have arrived. The vote comes back on one rank only if all ranks have started it. So if any rank has
-// finished a step, all ranks have all its averages, however far they were when one died.
+// A rank applies the averages of a step, or exposes them, only after a vote: an all-reduce of one
+// number, which a rank starts when all its buckets have arrived. The vote completes on a rank only
+// if all ranks have started it. So if any rank has finished a step, all ranks have all its
+// averages, however far they were when one died.
 //
-// Until then each rank keeps its own gradients. A rank that waits in vain, and knows that others have died, meets the survivors
-// (Python, through the rendezvous store). If each of those that have not finished the oldest unfinished step has all its averages,
-// they take these: somebody, even one of the dead, may have taken them already. Else nobody can have, and they average it again
-// from their own gradients: by a plan for their number, over a group of their own.
+// Until then each rank keeps its own gradients. A rank that waits in vain, and knows that others
+// have died, meets the survivors (in Python, through the rendezvous store). Consider the survivors
+// that have not finished the oldest unfinished step. If each of them has all its averages, they
+// take these: another rank, even a dead one, may have taken them already. Otherwise no rank can
+// have, and the survivors average the step again from their own gradients: by a plan for their
+// number, over a group of their own.
 //
 // [Note: residuals after a death]
-// Error feedback follows the step: what a rank keeps back is what it was before a step that is averaged again, and what the step
-// has made of it where its averages are taken (see [Note: repeatable steps]). A rank's residual is its own share of what the
-// averages lack, the sums of its chunks included. So it stays with the rank when chunks go to other owners, in units of the
-// averages, which do not depend on the number of ranks. What the dead kept back is lost with their gradients.
+// Error feedback follows the step: if a step is averaged again, a rank's residual is the one from
+// before the step; if its averages are taken, the one that the step has produced (see
+// [Note: repeatable steps]). A rank's residual is its own part of what the averages lack, the sums
+// of its chunks included. So it stays with the rank when chunks go to other owners, in units of the
+// averages, which do not depend on the number of ranks. The residuals of dead ranks are lost with
+// their gradients.
 //
 // [Note: where the survivors are]
-// Those that meet have finished the same number of steps, or are one apart: who is ahead waits in the next step, or in the
-// planning between the two. Who is behind takes the averages and counts the step before the reducers are rebuilt, so that all
-// rebuild after the same step, and agree on the plan then. What a plan was due for, is done by that.
+// The survivors have finished the same number of steps, or are one apart: a rank that is ahead
+// waits in the next step, or in the planning between the two. A rank that is behind takes the
+// averages and counts the step before the reducers are rebuilt. So all rebuild after the same step,
+// and agree on the plan then. A plan that was due is thereby made.
 //
 // [Note: steps on devices]
-// Averages exist once kernels have ended, so that a step is committed no earlier. With `elastic` the host waits for that at the
-// end of each backward, where otherwise only streams would, and looks out for deaths meanwhile: it cannot launch the optimizer's
-// kernels before. The vote is an all-reduce of Gloo's, between hosts, behind that. What a rank keeps lies on its device.
+// Averages exist once kernels have ended, so a step is committed no earlier. With `elastic` the
+// host waits for that at the end of each backward, where otherwise only streams would, and watches
+// for deaths meanwhile: it cannot launch the optimizer's kernels before. The vote follows as an
+// all-reduce of Gloo, between hosts. The gradients that a rank keeps lie on its device.
 //
 // [Note: when a communicator is aborted]
-// A kernel of NCCL's waits for what a dead rank should have sent until its communicator is aborted. Then it runs to its end
-// without data, and still tells its neighbours that theirs has come: on those a collective may end well, with nonsense. So
-// nobody aborts before the survivors have decided. What they have said of their averages was true then, and whatever an abort
-// ends is averaged again. The thread that ends the backward aborts, in rebuild(): it has not let a stream wait for anything
-// that has not ended. For the same reason an error is thrown without the work's own wait(), which aborts; torch's watchdog is
-// not to abort; and a group is not destroyed at the end of a process that dies by an exception.
+// A NCCL kernel waits for the data of a dead rank until its communicator is aborted. Then it runs
+// to its end without data, and still signals its neighbours that theirs has arrived: there a
+// collective may succeed with garbage. So no rank aborts before the survivors have decided. Their
+// statements about their averages were true then, and all that an abort ends is averaged again. The
+// thread that ends the backward aborts, in rebuild(): it has not let a stream wait for anything
+// that has not ended. For the same reason an error is thrown without the work's own wait(), which
+// aborts; torch's watchdog must not abort; and a process that dies by an exception does not destroy
+// its groups.
 #include <ATen/core/grad_mode.h>
 
 #include <utility>
@@ -46,7 +55,7 @@ namespace {
 using Lock = std::lock_guard<std::recursive_mutex>;
 using UniqueLock = std::unique_lock<std::recursive_mutex>;
 
-// Python meets and plans, and other threads of it may ask us things.
+// Releases the lock while Python meets or plans: other Python threads may query the reducer.
 class Unlocked {
  public:
   explicit Unlocked(UniqueLock& lock) : lock_(lock) { lock_.unlock(); }
@@ -86,7 +95,8 @@ void Reducer::keep(const Bucket& bucket) {
   }
 }
 
-// Whether the gradient may be packed ahead of its bucket. One that lives there is copied with the others.
+// Whether the gradient may be packed ahead of its bucket. A gradient that lives in the bucket is
+// copied with the others.
 bool Reducer::may_take_early(const Bucket& bucket, size_t slot) {
   if (!survival_) return true;
   if (is_broken() || bucket.transport().lives_here(slot)) return false;
@@ -94,7 +104,7 @@ bool Reducer::may_take_early(const Bucket& bucket, size_t slot) {
   return true;
 }
 
-// The step goes on without sending where it cannot: its end sees to that.
+// After an error the step goes on without sending; its end handles the error.
 void Reducer::send(Bucket& bucket) {
   if (!survival_) return launch(bucket);
   try {
@@ -107,8 +117,8 @@ void Reducer::send(Bucket& bucket) {
 
 bool Reducer::is_broken() const { return survival_ && survival_->fault; }
 
-// Under `lock`. Returns once this rank may use the averages of the running step, with whether they are those of ranks some of
-// which are gone: then the survivors have yet to rebuild.
+// Under `lock`. Returns once this rank may use the averages of the running step. True: they contain
+// gradients of ranks that are gone, and the survivors have yet to rebuild.
 bool Reducer::settle(UniqueLock& lock) {
   survival_->own.note_used();
   while (true) {
@@ -172,7 +182,7 @@ void Reducer::vote() {
   survival_->vote.end();
 }
 
-// Whether the survivors take the averages that they have. Throws what has gone wrong where nobody has died.
+// Whether the survivors take the averages that they have. Rethrows the error if no rank has died.
 bool Reducer::meet(UniqueLock& lock) {
   const std::exception_ptr fault = survival_->fault;
   if (!faults_ || faults_->is_interrupted()) std::rethrow_exception(fault);
@@ -190,7 +200,7 @@ bool Reducer::meet(UniqueLock& lock) {
 }
 
 void Reducer::average_again(UniqueLock& lock) {
-  abandon();  // what collectives may still write to stays theirs
+  abandon();  // collectives may still write to abandoned buffers
   survival_->own.restore_gradients();
   rebuild(lock);
   survival_->own.restore_used();

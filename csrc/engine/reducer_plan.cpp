@@ -1,4 +1,4 @@
-// How a reducer changes its plan.
+// Changes of a reducer's plan.
 #include <utility>
 
 #include "../check.h"
@@ -10,10 +10,10 @@ namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-// A plan that has not been used for so many steps gives its buffers back.
+// A plan that has been unused for so many steps is dropped with its buffers.
 constexpr int64_t kKeptSteps = 32;
 
-// The same bucket, whose user's codec tells that it is at work.
+// Returns the same bucket; a codec of the user reports when it runs.
 BucketSpec watched(BucketSpec spec, const std::shared_ptr<Progress>& progress) {
   if (spec.coded && spec.coded->codec) {
     spec.coded->codec = std::make_shared<WatchedCodec>(std::move(spec.coded->codec), progress);
@@ -69,10 +69,10 @@ void Reducer::check_covers(const Plan& plan) const {
   }
 }
 
-// A plan that has passed all checks.
+// Installs a plan that has passed all checks.
 void Reducer::install(Plan plan, bool keep) {
   const Residuals residuals = residual_views();
-  counts_ = used_counts();  // the buckets that know go
+  counts_ = used_counts();  // the buckets that hold the counts go
   for (size_t i = 0; i < params_.size(); ++i) {
     const bool planned = plan.places[i].bucket >= 0;
     if (planned_[i] != planned) log_.forget_used();
@@ -107,7 +107,8 @@ void Reducer::on_plan_due(std::function<void()> fn) {
   plan_due_ = std::move(fn);
 }
 
-// Every rank comes here after the same steps. Not under the lock: Python plans, and other threads of it may ask us things.
+// Every rank calls this after the same steps. Not under the lock: Python plans, and other Python
+// threads may query the reducer.
 void Reducer::call_what_is_due() {
   bool compares = false;
   std::function<void()> make_plan;
@@ -118,14 +119,14 @@ void Reducer::call_what_is_due() {
     const bool asked = watch_.replan_due();
     if (asked || (plan_.until >= 0 && steps() >= plan_.until)) make_plan = plan_due_;
   }
-  // By the plan that gradients have travelled by.
+  // Compares before a new plan: by the plan that the gradients travelled with.
   if (compares) call(Phase::kComparing, [this] { compare(); });
   call(Phase::kPlanning, make_plan);
 }
 
 void Reducer::call(Phase phase, const std::function<void()>& fn) {
   if (!fn) return;
-  if (precision_) precision_->end_forward();  // Python looks at what parameters are stored in
+  if (precision_) precision_->end_forward();  // Python reads the stored parameters
   log_.progress()->reach(phase);
   fn();
   log_.restart_pace();

@@ -1,4 +1,5 @@
-// How a rank ends a step that has failed, and how the others learn of it. See [Note: skipped steps].
+// Ends a failed step of a rank, and counts the contributors for the others. See
+// [Note: skipped steps].
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -42,7 +43,7 @@ void Reducer::skip_step() {
   finish_backward(generation);
 }
 
-// What has not been sent stays here, and nothing is left of it.
+// Drops the gradients that have not been sent.
 void Reducer::withhold() {
   skipping_ = true;
   for (size_t i = next_; i < plan_.buckets.size(); ++i) {
@@ -69,7 +70,7 @@ void Reducer::start_givers() {
   log_.progress()->issue();
 }
 
-// By parameter; empty where every rank has given gradients for all.
+// Returns the number of contributors by parameter; empty if every rank has contributed to all.
 std::vector<int64_t> Reducer::await_givers() {
   if (!givers_ || !givers_->started()) return {};
   const auto place = concat("the count of the ranks that do not skip step ", stats_.steps + 1);

@@ -1,9 +1,10 @@
-// What others may ask a reducer and tell it between steps: its counters, what parameters carry, its ways between ranks.
+// State of a reducer that is read or set between steps: its counters, the residuals of parameters,
+// its routes between ranks.
 //
 // [Note: parked residuals]
-// A residual is what averages still lack, and must not be lost while its parameter is frozen, or lies in a bucket that has no
-// error feedback (a warm-up, a small bucket, a single rank). It is then parked here until a bucket takes it, or the user turns
-// error feedback off.
+// A residual is the part that the averages still lack. It must not be lost while its parameter is
+// frozen, or lies in a bucket without error feedback (a warm-up, a small bucket, a single rank). It
+// is then parked here until a bucket takes it, or until the user turns error feedback off.
 #include <utility>
 
 #include "../check.h"
@@ -17,7 +18,7 @@ namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-// Not a view that keeps a whole bucket's memory.
+// Copies a view that would keep a whole bucket's memory.
 at::Tensor own(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.storage().nbytes() == tensor.nbytes()) return tensor;
   return ops::copy_of(tensor);
@@ -51,7 +52,7 @@ std::vector<int64_t> Reducer::used_counts() const {
   if (!communicates() || !votes() || counts.empty()) return counts;
   const std::vector<bool>& used = log_.used();
   for (const Bucket& bucket : plan_.buckets) {
-    // One that was left out still has the flags of an earlier step.
+    // A bucket that was left out still has the flags of an earlier step.
     if (!idle(bucket, [&](size_t i) { return used[i]; })) bucket.count_uses(counts);
   }
   return counts;
@@ -223,7 +224,7 @@ void Reducer::shadow_step() {
     shadow.in_flight->wait();
   }
   if (flags_) {
-    // What this rank used before takes no part in the others' step.
+    // This rank uses no parameter in the other ranks' step.
     flags_->start(std::vector<bool>(params_.size(), false), plan_.buckets.front().device());
     flags_->wait([this](comm::InFlight& flags) {
       flags.wait();

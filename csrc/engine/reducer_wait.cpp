@@ -1,4 +1,4 @@
-// How a reducer waits for other ranks: looking out for their faults, where there is a watch.
+// Waits of a reducer for other ranks, under the fault watch if there is one.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 
@@ -23,7 +23,7 @@ void Reducer::use_watch(std::shared_ptr<FaultWatch> watch) {
   if (!faults_) return;
   std::vector<std::string> names;
   for (const auto& param : params_) names.push_back(param->name);
-  // On devices the host does not wait for averages, so its times tell nothing.
+  // On devices the host does not wait for averages, so its times say nothing.
   const bool on_cpu = !params_.empty() && params_.front()->tensor.is_cpu();
   board_ =
       on_cpu ? std::make_shared<PaceBoard>(routes_.group->rank(), routes_.group->size()) : nullptr;
@@ -32,21 +32,22 @@ void Reducer::use_watch(std::shared_ptr<FaultWatch> watch) {
   for (const auto& ranks : {routes_.group, routes_.shards}) watch_over(ranks);
 }
 
-// A fault ends what these ranks have under way on a device.
+// Lets a fault abort the collectives of these ranks on a device.
 void Reducer::watch_over(const std::shared_ptr<comm::Collective>& ranks) {
   if (!faults_ || !ranks || params_.empty() || params_.front()->tensor.is_cpu()) return;
   faults_->add_communicator(ranks->communicator(params_.front()->tensor.device()));
 }
 
-// The current stream waits for what `what` names, and the host does not. Survivors of deaths wait by themselves; a mark in a
-// captured stream would tell nothing.
+// Lets the monitor follow the collective that `what` describes, for which the current stream waits
+// and the host does not. With elastic training the host waits itself; a mark in a captured stream
+// would say nothing.
 void Reducer::follow(std::function<Wanted()> what) {
   if (!faults_ || survival_ || captured_ || params_.empty()) return;
   const at::Device device = params_.front()->tensor.device();
   if (!device.is_cpu()) faults_->follow(ops::mark_stream(device), std::move(what));
 }
 
-// All averages of the step.
+// Follows all averages of the step.
 void Reducer::follow_step() {
   const int64_t issued = log_.progress()->issued();
   follow([model = watched_as_, issued, step = stats_.steps + 1, buckets = plan_.buckets.size()] {
@@ -58,7 +59,7 @@ void Reducer::follow_step() {
   });
 }
 
-// Where ranks survive deaths, errors of the watch are not the end.
+// With elastic training, errors of the watch are not final.
 void Reducer::check_agreement() {
   if (faults_ && !survival_) faults_->check_agreement();
 }
@@ -105,7 +106,7 @@ void Reducer::finish_buckets() {
     for (Bucket& bucket : plan_.buckets) {
       if (bucket.state() == BucketState::kInFlight) bucket.receive();
     }
-    start_flags();  // where they had to wait for all hooks
+    start_flags();  // if they had to wait for all hooks
     used = flags_->wait([this](comm::InFlight& flags) {
       flags.wait();
       follow_step();  // before the host waits for them
@@ -128,8 +129,8 @@ void Reducer::finish_buckets() {
   watch_.note_votes(last && !captured_ && votes() ? last->transport().vote() : at::Tensor());
 }
 
-// On devices: which parameters any rank has used, where this one lacks gradients; else nothing. The host waits once for all
-// buckets.
+// On devices: returns which parameters any rank has used, if this rank lacks gradients; else
+// nothing. The host waits once for all buckets.
 std::vector<bool> Reducer::read_missed() {
   std::vector<const Bucket*> missed;
   std::vector<at::Tensor> sums;
@@ -160,7 +161,7 @@ std::vector<bool> Reducer::read_missed() {
 }
 
 void Reducer::keep_unread(Bucket& bucket) {
-  constexpr size_t kMostUnread = 4096;  // where nobody asks
+  constexpr size_t kMostUnread = 4096;  // if the script never reads them
   auto unread = bucket.take_unread();
   if (!unread) return;
   if (unread_.size() >= kMostUnread) read_flags();
@@ -186,14 +187,14 @@ void Reducer::read_flags() const {
   }
 }
 
-// A rank that gives up, as in make_room(), and comes back has waited all the time.
+// A rank that stops waiting, as in make_room(), and comes back has waited all the time.
 void Reducer::begin_to_await(size_t index) {
   log_.progress()->await(static_cast<int64_t>(index));
   const std::pair<int64_t, size_t> which{stats_.steps, index};
   if (std::exchange(waited_for_, which) != which) waits_since_ = FaultWatch::Clock::now();
 }
 
-// Before a bucket is received. Where streams wait for it, and not the host, nobody waits here.
+// Waits before a bucket is received. Returns at once if streams wait for it, not the host.
 void Reducer::await(size_t index) {
   Bucket& bucket = plan_.buckets[index];
   if (bucket.state() != BucketState::kInFlight) return;
@@ -204,7 +205,7 @@ void Reducer::await(size_t index) {
                 [&](std::chrono::milliseconds time) { return arrives_within(index, time); });
 }
 
-// Whether a bucket arrives meanwhile, looking out for faults.
+// Whether a bucket arrives within `patience`; watches for faults meanwhile.
 bool Reducer::comes_within(size_t index, std::chrono::milliseconds patience) {
   if (!faults_ || !plan_.buckets[index].can_be_asked()) return arrives_within(index, patience);
   begin_to_await(index);
@@ -227,21 +228,21 @@ bool Reducer::arrives_within(size_t index, std::chrono::milliseconds time) {
   return false;
 }
 
-// Seconds, where this rank waits.
+// Returns the seconds of the current wait.
 double Reducer::waited() const {
   const Standing at = log_.progress()->now();
   if (static_cast<Phase>(at.phase) < Phase::kWaiting) return 0;
   return std::chrono::duration<double>(FaultWatch::Clock::now() - waits_since_).count();
 }
 
-// Regions of parameters that have been stepped on.
+// Waits for regions of parameters that an optimizer has updated.
 void Reducer::await_region(comm::InFlight& gather) {
   const auto place = concat("the gathering of parameters after step ", stats_.steps);
   await_last_issued(gather, Phase::kGathering, place);
   log_.progress()->reach(Phase::kBetweenSteps);
 }
 
-// The collective that was started last. `place`: as errors call it.
+// Waits for the collective that was started last. `place`: its name in errors.
 void Reducer::await_last_issued(comm::InFlight& work, Phase phase, const std::string& place) {
   log_.progress()->reach(phase);
   Wanted wanted;

@@ -1,7 +1,7 @@
-// What the last synchronised step of this rank did: when, with which parameters, and what went wrong.
+// The log of this rank's last synchronised step: its times, its parameters, its error.
 //
-// Feeds the logging data, the timeline where there is one, and what other ranks learn of this one's pace. A step costs some
-// readings of the clock and one bit per parameter.
+// Feeds the logging data, the timeline if there is one, and the step timing that other ranks learn.
+// A step costs a few readings of the clock and one bit per parameter.
 #pragma once
 
 #include <cstdint>
@@ -25,34 +25,35 @@ struct StepTimes {
   int64_t backward_start = 0;
   int64_t first_send = 0;
   int64_t backward_end = 0;  // of the gradients' computation
-  int64_t received = 0;      // all averages are there
+  int64_t received = 0;      // all averages have arrived
 };
 
 struct StepReport {
   StepTimes times;          // since the epoch
   int64_t buckets = 0;      // sent
   std::vector<bool> used;   // parameters that received a gradient, by index; empty: no step yet
-  bool same_so_far = true;  // no step used other parameters than the one before
-  std::string error;        // of the last call or backward that failed
+  bool same_so_far = true;  // each step used the same parameters as the one before
+  std::string error;        // of the last failed call or backward
 };
 
 class StepLog {
  public:
   // Records into `timeline` from now on; nullptr: no longer.
   void set_timeline(std::shared_ptr<Timeline> timeline);
-  // Tells `board` of this rank's pace from now on; null: nobody.
+  // Posts this rank's step timing on `board` from now on; null: no longer.
   void use_board(std::shared_ptr<PaceBoard> board) { board_ = std::move(board); }
   void plan_installed(int64_t plans) { plans_ = plans; }
-  // So many synchronised backwards have been made.
+  // Sets the number of synchronised backwards.
   void count_steps(int64_t steps);
   void mark(Mark mark, int64_t bucket, int64_t bytes = 0) const {
     if (timeline_ && !paused_) timeline_->record(mark, bucket, bytes);
   }
-  // What to call when the collective of a bucket, or unit, is done; empty where nobody records.
+  // Returns a function to call when the collective of a bucket or unit is done; empty without a
+  // timeline.
   std::function<void()> on_done(int64_t index, Mark mark = Mark::kDone) const {
     return timeline_ && !paused_ ? timeline_->on_done(index, mark) : nullptr;
   }
-  // Leaves marks out until told otherwise.
+  // Leaves marks out while `paused`.
   void pause(bool paused) { paused_ = paused; }
 
   void begin_forward();
@@ -63,12 +64,12 @@ class StepLog {
   void end_backward();
   // All buckets have been sent; other wrappers of the backward may wait before this one does.
   void begin_wait() { pace_.reach(Activity::kWaiting); }
-  // While it lives, this rank waits.
+  // Counts this rank as waiting while the returned object lives.
   Lap waiting() { return {pace_, Activity::kWaiting}; }
   // The ranks have planned.
   void restart_pace() { pace_.restart(); }
   void end_step(std::vector<bool> used);
-  // Other parameters are trained from now on: earlier steps cannot be compared with later ones.
+  // The trained parameters change: earlier steps cannot be compared with later ones.
   void forget_used() { last_.used.clear(); }
   // A gradient has come, by the parameter's index.
   void arrived(size_t param) { progress_->arrived(param); }

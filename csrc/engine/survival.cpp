@@ -12,8 +12,9 @@ namespace fastsync::engine {
 
 namespace {
 
-// A gradient's memory goes back to the stream of the backward that made it, and must not be handed out there while this one
-// reads it. What it holds is there: the end of a backward has the current stream wait for all streams of the backward.
+// A gradient's memory returns to the stream of the backward that made it. It must not be reused
+// there while the current stream reads it. Its contents are ready: at the end of a backward, the
+// current stream waits for all streams of the backward.
 void lend_to_current_stream(const at::Tensor& grad) {
   if (grad.is_cpu() || !grad.has_storage()) return;
   const c10::impl::VirtualGuardImpl guard(grad.device().type());
@@ -57,7 +58,7 @@ void Vote::start(comm::Collective& group) {
 
 void Vote::drop() {
   in_flight_.reset();
-  sum_ = at::Tensor();  // others may still write to it
+  sum_ = at::Tensor();  // collectives may still write to it
 }
 
 }  // namespace fastsync::engine

@@ -1,4 +1,4 @@
-// What a rank keeps so that a step can still be finished after other ranks have died in it. See reducer_elastic.cpp.
+// State that lets a rank finish a step in which other ranks have died. See reducer_elastic.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,18 +16,19 @@
 
 namespace fastsync::engine {
 
-// This rank's own gradients of the running step, as they are before a bucket scales, sums or replaces them.
+// This rank's own gradients of the running step, as they are before a bucket scales, sums or
+// replaces them.
 class OwnGradients {
  public:
-  // The parameters must outlive it.
+  // `params` must stay valid as long as this object.
   explicit OwnGradients(const Parameters& params) : params_(params), grads_(params.size()) {}
 
-  // Before a bucket takes the gradient. One that lives in the bucket is copied. Any other is kept as it is: what autograd has
-  // made, and would free once it is packed.
+  // Keeps the gradient before a bucket takes it. A gradient that lives in the bucket is copied. Any
+  // other is kept as it is: autograd made it, and it would be freed once it is packed.
   void keep(size_t param, bool in_bucket);
-  // Which parameters have been used, at the end of the backward.
+  // Notes the used parameters, at the end of the backward.
   void note_used();
-  // Gradients and used flags, as before any bucket took them.
+  // Restore gradients and used flags to their state before any bucket took them.
   void restore_gradients() const;
   void restore_used() const;
   void drop();
@@ -38,14 +39,15 @@ class OwnGradients {
   std::vector<bool> used_;
 };
 
-// One number, summed over the ranks once each has all averages of a step: on the host, which waits for it.
+// An all-reduce of one number, which each rank starts once it has all averages of a step. It runs
+// on the host, which waits for it.
 class Vote {
  public:
   void start(comm::Collective& group);
   comm::InFlight& in_flight() { return *in_flight_; }
-  // The sum is back, or nobody waits for it any more.
+  // Ends the vote: the sum has arrived, or is no longer awaited.
   void end() { in_flight_.reset(); }
-  // The ranks are others from now on.
+  // Drops the vote and its buffer: the group changes.
   void drop();
 
  private:
@@ -53,20 +55,20 @@ class Vote {
   std::unique_ptr<comm::InFlight> in_flight_;
 };
 
-// What the survivors of a death do with the running step.
+// The survivors' decision about the running step.
 enum class Verdict : int64_t {
-  kFails,  // nobody has died: the error is what it is
+  kFails,  // no rank has died: the error stands
   kTake,   // all survivors have all its averages, and take them
-  kAgain,  // its averages are made again, by the survivors alone
+  kAgain,  // the survivors alone average it again
 };
 
 struct Survivors {
-  // Returns once all survivors have met: called with the steps that this rank has finished, whether it has all averages of
-  // the next one, and the error that it has met.
+  // Returns the verdict once all survivors have met. Called with the number of steps that this rank
+  // has finished, whether it has all averages of the next one, and its error.
   std::function<int64_t(int64_t steps, bool complete, const std::string& error)> meet;
-  // Has the reducer average over the survivors from now on.
+  // Makes the reducer average over the survivors from now on.
   std::function<void()> rebuild;
-  std::chrono::milliseconds patience;  // with a collective of a device
+  std::chrono::milliseconds patience;  // for a collective of a device
 };
 
 struct Survival {
@@ -75,7 +77,7 @@ struct Survival {
   Survivors survivors;
   OwnGradients own;
   Vote vote;
-  std::exception_ptr fault;  // of the running step; nothing more is sent in it
+  std::exception_ptr fault;  // of the running step, in which nothing more is sent
   bool complete = false;     // this rank has all averages of the running step
 };
 

@@ -15,8 +15,7 @@ namespace {
 using Anchor = Origin<c10::Event>::Anchor;
 
 constexpr int64_t kUnknown = INT64_MIN;
-constexpr std::chrono::milliseconds kPause{
-    1};  // between two looks at what the device has not come to
+constexpr std::chrono::milliseconds kPause{1};  // between two looks at unreached marks
 
 int64_t host_time() {
   const auto time = std::chrono::steady_clock::now().time_since_epoch();
@@ -104,7 +103,8 @@ std::function<void()> Timeline::on_done(int64_t index, Mark mark) {
   return [self = shared_from_this(), step, index, mark] { self->write(step, mark, index, 0); };
 }
 
-// A reader that sees any store after the first one also sees the first: no torn mark goes unnoticed.
+// A reader that sees any store after the first one also sees the first: no torn mark goes
+// unnoticed.
 void Timeline::write(int64_t step, Mark mark, int64_t index, int64_t bytes) {
   const uint64_t number = recorded_.fetch_add(1, std::memory_order_relaxed);
   Entry& entry = ring_[number % ring_.size()];
@@ -122,14 +122,14 @@ void Timeline::write(int64_t step, Mark mark, int64_t index, int64_t bytes) {
 void Timeline::record_on_stream(Entry& entry) {
   const c10::Stream current = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   const std::lock_guard<std::mutex> lock(device_mutex_);
-  // A reader may have looked the former mark's time up since.
+  // A reader may have looked up the former mark's time since.
   entry.time.store(kUnknown, std::memory_order_relaxed);
   entry.origin = origin_;
   if (!entry.event) entry.event = timing_event(device_);
   entry.event->record(current);
 }
 
-// False: the mark has been overwritten, or the device has not come to it.
+// Looks up the time of a mark. False: it has been overwritten, or the device has not reached it.
 bool Timeline::look_up(Entry& entry, uint64_t sequence) const {
   if (!quiet_) return true;
   const std::lock_guard<std::mutex> lock(device_mutex_);

@@ -1,7 +1,9 @@
-// When each bucket was ready, packed, launched and done, step by step: a preallocated ring of marks.
+// The times at which each bucket was ready, packed, launched and done, step by step: a preallocated
+// ring of marks.
 //
-// A mark costs a reading of the clock and five stores, or one event on the stream where the model is on a device
-// ([Note: device time]); no lock and no allocation on the CPU. Any thread may record: "done" comes from the backend's own threads.
+// A mark costs a reading of the clock and five stores, without a lock or an allocation. For a model
+// on a device it is one event on the stream ([Note: device time]). Any thread may record: "done"
+// comes from the backend's own threads.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -27,14 +29,14 @@ enum class Mark : uint8_t {
   kForwardEnd,
   kBackwardStart,
   kBackwardEnd,  // of the gradients' computation
-  kStepEnd,      // all averages are there
+  kStepEnd,      // all averages have arrived
   // of a bucket
   kReady,     // its last gradient has arrived
-  kPacked,    // its buffer is filled, or the first piece of it that travels by itself
-  kLaunched,  // that is handed to the backend
-  kDone,      // its collective has completed, whether anyone waits for it or not
-  // of a unit's gather, of the reduction of its gradients, and of their sum over replicas: handed to the backend, completed, needed
-  // by the computation, and there
+  kPacked,    // its buffer is filled, or the first piece of it
+  kLaunched,  // the buffer, or that piece, is handed to the backend
+  kDone,      // its collective has completed, awaited or not
+  // of a unit's gather, of the reduction of its gradients, and of their sum over replicas: handed
+  // to the backend, completed, needed by the computation, available to it
   kGatherStarted,
   kGatherDone,
   kGatherWanted,
@@ -61,25 +63,26 @@ struct TimelineEvent {
 
 class Timeline : public std::enable_shared_from_this<Timeline> {
  public:
-  // `capacity` marks are kept, the latest ones. `device`: where the model is.
+  // Keeps the latest `capacity` marks. `device`: of the model.
   Timeline(size_t capacity, c10::Device device);
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
 
-  // What is recorded from now on belongs to this step. Not while a device's work is captured.
+  // Starts a step: later marks belong to it. Must not be called while a device's work is captured.
   void begin_step(int64_t step);
   // From any thread.
   void record(Mark mark, int64_t index, int64_t bytes = 0);
-  // Records `mark` of a bucket or unit of this step when it is called: once, later, from any thread. Keeps the timeline alive.
+  // Returns a function that records `mark` of a bucket or unit of this step. It is called once,
+  // later, from any thread, and keeps the timeline alive.
   std::function<void()> on_done(int64_t index, Mark mark);
 
-  // The marks that are kept, oldest first; those that are being written are left out, and so are those that their device has not
-  // come to, until it has.
+  // Returns the kept marks, oldest first, without those that are being written or that the device
+  // has not reached.
   std::vector<TimelineEvent> events() const;
-  // Waits until the device has come to all marks, for so long at most: a collective may wait for a rank that has gone. Returns how
-  // many it has not come to.
+  // Waits until the device has reached all marks, at most for `time`: a collective may wait for a
+  // rank that is gone. Returns how many it has not reached.
   int64_t settle(std::chrono::milliseconds time) const;
-  // Marks that were overwritten.
+  // Returns the number of overwritten marks.
   int64_t dropped() const;
 
  private:
@@ -90,7 +93,7 @@ class Timeline : public std::enable_shared_from_this<Timeline> {
     std::atomic<int64_t> index{0};
     std::atomic<int64_t> bytes{0};
     std::atomic<int64_t> time{0};
-    // On devices, under device_mutex_: what the time is looked up from, once.
+    // On devices, under device_mutex_: the source of the time, which is looked up once.
     std::optional<c10::Event> event;
     std::shared_ptr<const Origin<c10::Event>> origin;
   };
@@ -103,7 +106,7 @@ class Timeline : public std::enable_shared_from_this<Timeline> {
   uint64_t first_kept(uint64_t end) const { return end > ring_.size() ? end - ring_.size() : 0; }
 
   const c10::Device device_;
-  mutable std::vector<Entry> ring_;  // whose times are looked up when they are read
+  mutable std::vector<Entry> ring_;  // times are looked up when read
   std::atomic<uint64_t> recorded_{0};
   std::atomic<int64_t> step_{0};
   mutable std::mutex device_mutex_;

@@ -95,8 +95,8 @@ int64_t Unit::numel_side_by_side(const UnitLayout& layout, int rank) const {
   return numel;
 }
 
-// Has every rank read the others' shares where they are written. This rank reads its own there, too: it may have changed since.
-// False where that cannot be.
+// Starts a gather in which every rank reads the others' shares in shared memory. This rank reads
+// its own share there, too: the original may change meanwhile. False if the ranks share no memory.
 bool Unit::borrow_shares(const at::Tensor& source) {
   std::vector<comm::Expected> expected;
   std::vector<comm::Message> sent;
@@ -175,13 +175,14 @@ void Unit::start_gather() {
   try {
     begin_gather();
   } catch (...) {
-    // Memory that nobody fills must not be taken for parameters.
+    // Unfilled memory must not be mistaken for parameters.
     forget_gather();
     throw;
   }
 }
 
-// What was lent for it: somebody may still write there, so it goes to nobody else.
+// Forgets the gather and returns its memory: the backend may still write there, so the memory is
+// not reused.
 std::vector<at::Tensor> Unit::forget_gather() {
   gathered_codes_.reset();
   borrowed_.reset();
@@ -208,7 +209,7 @@ void Unit::begin_gather() {
   tell_when_gathered();
 }
 
-// What a rank is sent of this one's shares.
+// Adds the messages with this rank's shares for `rank`.
 void Unit::add_messages(std::vector<comm::Message>& sent, int rank,
                         const at::Tensor& source) const {
   const auto post = [&](int64_t begin, int64_t numel) {

@@ -1,31 +1,37 @@
-// Parameters that ranks share, and that come and go together (ZeRO, stage 3).
+// A group of parameters that are sharded over the ranks, and gathered and freed together (ZeRO,
+// stage 3).
 //
 // [Note: a unit's way]
-// Each rank keeps a share of every member: an equal part along one of its dimensions, the last ranks' smaller where it is not
-// divisible. Its shares lie side by side in one flat tensor, the shard:
+// Each rank keeps a share of every member: an equal part along one of its dimensions; the parts of
+// the last ranks are smaller if the dimension is not divisible. A rank's shares lie side by side in
+// one flat tensor, the shard:
 //
 //   | small members | large members |
 //
-// Before the unit computes, the ranks exchange their shards, and the whole members get memory; after that they lose it.
+// Before the unit computes, the ranks exchange their shards, and the whole members get memory;
+// afterwards they lose it.
 //
 //   gather   shard  ->  messages  ->  whole members
-//   reduce   gradients of whole members  ->  messages  ->  sum in the ranks' order  ->  gradients of this rank's shares
+//   reduce   gradients of whole members  ->  messages  ->  sum in the order of the ranks
+//              ->  gradients of this rank's shares
 //
-// What is small travels in one message, which a kernel packs and another unpacks, and after it a flag per member that tells whether
-// this rank used it. A large share is a message by itself, sent from where it lies and received where it belongs: no copy.
-// Ranks of one machine read shares where the others have written them, and codes are read where they have come. So whole members
-// get memory only when they are wanted there.
-// Backends without messages of any size (NCCL) gather and reduce-scatter one flat buffer, where everything counts as small.
+// Small members travel in one message, which one kernel packs and another unpacks, followed by a
+// flag per member: whether this rank used it. A large share is a message of its own, sent from
+// where it lies and received where it belongs, without a copy. Ranks of one machine read the
+// others' shares in shared memory, and codes are decoded from the receive buffer; in both cases
+// whole members get memory only when they are needed. Backends without messages of any size (NCCL)
+// gather and reduce-scatter one flat buffer, in which every member counts as small.
 //
-// A thread adds up what has come, while the backward goes on. Gradients of large members are kept until they have been sent, and
-// this rank's part of them until its turn among the terms. Ranks of one machine have copied what they send before the backward
-// goes on, and read the others' where it is: so gradients go at once there. The first rank begins its sums with its part, the
-// second may do so too, as a + b is b + a, and the others copy theirs.
+// A thread adds up the received gradients while the backward goes on. Gradients of large members
+// are kept until they have been sent, and this rank's part of them until its turn among the terms.
+// Ranks of one machine copy the parts that they send before the backward goes on, and read the
+// others' in place, so their gradients are freed at once. The first rank begins its sums with its
+// own part; so may the second, as a + b is b + a; the others copy theirs.
 //
-// A layout with codes has both travel as those: [Note: codes of units] in unit_codes.h.
+// With codes in the layout, both travel coded: [Note: codes of units] in unit_codes.h.
 //
-// Autograd saves whole members by their storages: each member is one tensor for good, whose memory comes and goes
-// (../ops/loan.h). Filling it again is no change that autograd notices.
+// Autograd saves whole members by their storages: each member is one permanent tensor, whose memory
+// comes and goes (../ops/loan.h). Autograd does not notice that it is filled again.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -48,27 +54,29 @@
 
 namespace fastsync::engine {
 
-// What the units of a model have in common.
+// State that the units of a model share.
 struct UnitLinks {
-  // `mark`: of the pool, in bytes.
+  // `mark`: of the pool, in bytes; see ops::BlockPool.
   UnitLinks(std::shared_ptr<comm::Collective> among, int64_t mark)
       : ranks(std::move(among)), pool(mark), peers(std::make_shared<UnitPeers>(ranks->rank())) {}
 
-  // Frees what no unit uses, and no other rank reads.
+  // Frees memory that no unit uses and no other rank reads.
   void trim() {
     trim_pool();
     ranks->trim();
   }
-  // Frees what no unit uses, and keeps what is shared with other ranks: making that anew costs most.
+  // Frees memory that no unit uses, except memory shared with other ranks, which costs most to make
+  // anew.
   void trim_pool() { pool.trim(); }
 
   std::shared_ptr<comm::Collective> ranks;
-  comm::Worker adder;  // adds up what has come, so that gradients can go
+  comm::Worker adder;  // adds up received gradients, so that their memory is freed
   ops::BlockPool pool;
   std::shared_ptr<UnitPeers> peers;
 };
 
-// Where a member's share lies among those that travel together. fastsync/units/layout.py makes these numbers.
+// The place of a member's share among those that travel together. fastsync/units/layout.py computes
+// these numbers.
 struct UnitPlace {
   size_t member = 0;
   int64_t offset = 0;   // in a rank's chunk
@@ -80,7 +88,8 @@ struct UnitLayout {
   int64_t chunk = 0;   // elements for each rank
   int64_t packed = 0;  // of these, in the first message
   int64_t flags = -1;  // where the flags begin, one per place; -1: there are none
-  // What travels, where that is codes. Nothing is direct then, and all elements that are coded come before the flags.
+  // The codes that travel, if there are any. Then nothing is direct, and all coded elements come
+  // before the flags.
   std::optional<CodedSpec> codes;
 };
 
@@ -92,37 +101,41 @@ struct UnitDTypes {
 
 class Unit {
  public:
-  // `tag`: of its own among the units of `links`, and even.
+  // `tag`: even, and unique among the units of `links`.
   Unit(std::shared_ptr<UnitLinks> links, std::vector<UnitMember> members, UnitDTypes dtypes,
        at::Device device, int tag);
-  // What is under way goes on without it.
+  // Collectives in flight go on without the unit.
   ~Unit();
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
   void set_name(UnitName name);
-  // A whole member. All calls return tensors of the same memory, or lack of it.
+  // Returns a whole member. All calls return tensors over the same memory, or lack of it.
   at::Tensor whole(size_t member) const;
-  // What this rank keeps: of the stored dtype, laid out as `layout` says.
+  // Sets this rank's shard: of the stored dtype, laid out as `layout` says.
   void set_shard(const at::Tensor& shard, UnitLayout layout);
 
-  // Has the whole members filled. Collective, unless they are or will be.
+  // Starts to fill the whole members. Collective, unless they are filled or under way.
   void start_gather();
-  // Returns once they are.
+  // Returns once they are filled.
   void finish_gather();
-  // Gives them memory for somebody else to fill, where they have none: all of it, one-dimensional.
+  // Gives the whole members memory for the caller to fill, if they have none. Returns all of it,
+  // one-dimensional.
   at::Tensor lend();
   bool is_gathered() const { return whole_.has_memory() && !gathering_; }
-  // Takes the whole members' memory away.
+  // Frees the whole members' memory.
   void release();
 
-  // Has the gradients of whole members reduced, by place of the layout; none stands for zeros. Collective.
+  // Starts to reduce the gradients of whole members, given by place of the layout; an undefined one
+  // counts as zeros. Collective.
   void start_reduce(UnitLayout layout, std::vector<at::Tensor> gradients, double scale);
-  // The sums over ranks of this rank's shares, as that layout says, times `scale`: of fp32, or fp64.
+  // Returns the sums over ranks for this rank's shares, as that layout says, times `scale`: fp32 or
+  // fp64.
   at::Tensor finish_reduce();
-  // The shares of `sums` that any rank had a gradient for, in the stored dtype: those that `before` has are added to it there,
-  // and returned, the others are new tensors. Where `sums` are, which may have been copied to another device. `missed`: this rank
-  // had no gradient for some of them, so that the flags are read, for which the host waits where they are on a device.
+  // Returns the shares of `sums` for which any rank had a gradient, in the stored dtype: added to
+  // the tensor in `before` if there is one, else as new tensors. They lie on the device of `sums`,
+  // which may have been copied to another one. `missed`: this rank had no gradient for some of
+  // them, so the flags are read; the host waits for them if they are on a device.
   std::vector<at::Tensor> deliver(const UnitLayout& layout, const at::Tensor& sums,
                                   const std::vector<at::Tensor>& before, bool missed) const;
 
@@ -165,7 +178,7 @@ class Unit {
   void add_shares(ItemList& items, int64_t begin, int rank, bool direct) const;
   at::Tensor ready_to_send(const at::Tensor& gradient, size_t member) const;
   void pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& gradients) const;
-  // What is sent of the shares of `rank` alone, in elements.
+  // Returns the elements in the message with the shares of `rank` alone.
   int64_t numel_side_by_side(const UnitLayout& layout, int rank) const;
   std::vector<comm::Message> to_others(const Reduction& reduction) const;
   void send_gradients(Reduction& reduction);
@@ -185,12 +198,12 @@ class Unit {
   void add_packed(const Reduction& reduction, const at::Tensor& from, bool accumulate) const;
   void add_direct(const Reduction& reduction, const at::Tensor& from, bool side_by_side,
                   bool accumulate) const;
-  // Of what travels as it is.
+  // Returns the bytes that leave this rank if nothing is coded.
   int64_t bytes_leaving(Direction direction, const UnitLayout& layout) const;
   std::unique_ptr<Movement> begin(Direction direction, int64_t bytes) const;
   void add_up_when_there(const std::shared_ptr<Reduction>& reduction);
   static void await(Reduction& reduction);
-  // Has nobody add up who might still wait: this unit may end before.
+  // Keeps a thread that still waits from adding up: this unit may be gone by then.
   static void abandon(Reduction& reduction);
 
   std::shared_ptr<UnitLinks> links_;
@@ -207,8 +220,8 @@ class Unit {
   at::Tensor staging_;  // packed chunks of all ranks
   at::Tensor lowered_;  // the shard in the compute dtype, where that is another
   std::unique_ptr<comm::InFlight> gathering_;
-  std::shared_ptr<comm::Incoming> borrowed_;   // all ranks' shares, while they are under way there
-  std::unique_ptr<UnitCodes> gathered_codes_;  // while they are under way
+  std::shared_ptr<comm::Incoming> borrowed_;   // all ranks' shares, while they are in flight there
+  std::unique_ptr<UnitCodes> gathered_codes_;  // while they are in flight
   std::unique_ptr<Movement> gather_;
   std::shared_ptr<Reduction> reduction_;
   uint64_t coded_reductions_ = 0;

@@ -1,4 +1,5 @@
-// Gradients of whole members that arrive where no backward of their module has been announced.
+// Detects gradients of whole members that arrive although no backward of their module was
+// announced.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,19 +12,20 @@
 
 namespace fastsync::engine {
 
-// What keeps autograd from forgetting that the gradients of a tensor are watched.
+// Keeps the autograd node alive whose hook watches the gradients of a tensor.
 struct WatchedGradient {
   std::shared_ptr<void> node;
 };
 
-// Autograd passes the outputs of a module before it comes to the parameters, unless the script hides these outputs. A gradient that
-// arrives unannounced would stay on this rank, so `unannounced` is called before it is accumulated.
+// Autograd passes the outputs of a module before it reaches the parameters, unless the script hides
+// these outputs. A gradient that arrives unannounced would stay on this rank, so `unannounced` is
+// called before it is accumulated.
 class UnitGradients {
  public:
   explicit UnitGradients(std::function<void()> unannounced)
       : state_(std::make_shared<State>(std::move(unannounced))) {}
 
-  // Returns what has to live as long as the gradients of `whole` are to be noticed.
+  // Watches the gradients of `whole` as long as the returned object lives.
   WatchedGradient watch(const at::Tensor& whole) const {
     return {before_accumulation(whole, [state = state_] {
       if (!state->announced) state->unannounced();

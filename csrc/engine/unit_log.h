@@ -1,8 +1,8 @@
-// What the units of a model do and when, for whoever asks: counters, marks on a timeline, errors that name a unit.
+// The activity of a model's units: counters, marks on a timeline, errors that name a unit.
 //
-//   UnitLog    of a model: its steps, its timeline, and where its training stands for other ranks to see
-//   UnitPeers  of the ranks of a group: what was sent to them, and who looks out for their faults
-//   Movement   a collective of a unit: from its start until the computation has what it brings
+//   UnitLog    of a model: its steps, its timeline, and its progress for other ranks to see
+//   UnitPeers  of the ranks of a group: the bytes sent to them, and the watch for their faults
+//   Movement   a collective of a unit: from its start until the computation has its result
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,7 +19,7 @@
 
 namespace fastsync::engine {
 
-// What this rank has sent and waited for, since the units were made.
+// Counters of this rank's collectives and waits since the units were made.
 struct UnitStats {
   int64_t gathers = 0;
   int64_t reductions = 0;
@@ -29,7 +29,7 @@ struct UnitStats {
   double waited_seconds = 0;   // by the host
 };
 
-// How messages and pages call a unit.
+// The name of a unit in messages and on pages.
 struct UnitName {
   int64_t number = 0;  // among those of the model
   std::string words;   // "unit 'blocks.3' (12 parameters, 'a' to 'b', 1.2 MiB)"
@@ -39,24 +39,25 @@ struct UnitName {
 enum class Direction : uint8_t {
   kGather,  // parameters
   kReduce,  // gradients
-  kSum,     // gradients, over ranks that have the same shares
+  kSum,     // gradients, over replicas: ranks with the same shares
 };
 
 class UnitLog {
  public:
-  // The model's outermost forward; one that does not count, as without gradients, belongs to no step.
-  // `evaluates`: it computes no gradients of parameters that are trained.
+  // Begins the model's outermost forward. One that does not count, as without gradients, belongs to
+  // no step. `evaluates`: it computes no gradients of parameters that are trained.
   void begin_forward(bool counts, bool evaluates);
   void end_forward();
   void begin_backward();
-  // Gradients are computed; some still travel.
+  // The gradients are computed; some still travel.
   void end_backward();
-  // All gradients are where they belong. A step ends where any were reduced.
+  // All gradients are delivered. This ends a step if any were reduced.
   void end_work();
   void set_timeline(std::shared_ptr<Timeline> timeline) { log_.set_timeline(std::move(timeline)); }
   int64_t steps() const { return steps_; }
 
-  // One more collective, of all units in the order that every rank has in common. Returns how many have been.
+  // Counts one more collective of all units, in the order that all ranks have in common. Returns
+  // their number.
   int64_t issue(Direction direction);
   const StepLog& marks() const { return log_; }
   const std::shared_ptr<Progress>& progress() const { return log_.progress(); }
@@ -73,8 +74,9 @@ class UnitPeers {
  public:
   explicit UnitPeers(int64_t rank) : rank_(rank) {}
 
-  // What the units that share these peers are part of. `faults`: null where nobody looks out. `names` of all of the model's units.
-  // In the same order on every rank. `device`: of the units.
+  // Joins the units that share these peers to the log and the watch of their model. Must be called
+  // in the same order on every rank. `faults`: null without a watch. `names`: of all of the model's
+  // units. `device`: of the units.
   void join(std::shared_ptr<UnitLog> log, std::shared_ptr<FaultWatch> faults, Names names,
             at::Device device);
 
@@ -96,24 +98,29 @@ class UnitPeers {
 
 class Movement {
  public:
-  // Begins: counts, and marks the start. `bytes`: that leave this rank. Throws where the ranks no longer agree.
+  // Begins the collective: counts it, and marks its start. `bytes`: that leave this rank. Throws if
+  // the ranks no longer agree.
   Movement(std::shared_ptr<UnitPeers> peers, std::shared_ptr<const UnitName> unit,
            Direction direction, int64_t bytes);
 
-  // What to call when the collective is done, from any thread; empty where nobody records.
+  // Returns a function to call when the collective is done, from any thread; empty without a
+  // timeline.
   std::function<void()> on_done() const;
 
-  // Whether it comes true within that time.
+  // Whether the result arrives within that time.
   using Arrives = std::function<bool(std::chrono::milliseconds)>;
-  // Waits, for `arrives` while that can be asked, then by `wait`. Throws errors that name the unit, of whoever else is to blame.
+  // Waits: with `arrives` if that is given, then by `wait`. Throws errors that name the unit, or
+  // the rank to blame.
   void await(const Arrives& arrives, const std::function<void()>& wait);
-  // The same in three parts, for whoever waits elsewhere: it begins to, ends to, and can compute with the result.
+  // The same in three parts, for a caller that waits by itself: begin_wait(), end_wait(), and
+  // arrived() once the result can be computed with.
   void begin_wait();
   void end_wait();
-  // While it waits: throws where a rank has ended that the collective needs, and warns of late ones when it is time.
+  // One check during the wait: throws if a rank has ended that the collective needs, and warns of
+  // late ranks when it is time.
   void look();
   void arrived() const;
-  // The backend has failed with `error`.
+  // Throws an error for `error`, with which the backend has failed.
   [[noreturn]] void fail(const std::string& error) const;
 
  private:
@@ -124,13 +131,13 @@ class Movement {
   Wanted wanted() const { return what_.wanted(); }
   double waited() const;
 
-  // What is moved; enough to say so when the movement is over for the host, and not yet for a device.
+  // Describes the collective, even when it is over for the host and not yet for a device.
   struct What {
     std::shared_ptr<const UnitName> unit;
     Direction direction;
-    size_t model;  // as the fault watch counts them
+    size_t model;  // as the fault watch numbers them
     int64_t issued = 0;
-    Standing before{};  // where the model's training stood when somebody began to wait
+    Standing before{};  // the model's progress when the wait began
 
     // "the gather of unit 'blocks.3' (...) in the forward of step 3"
     std::string place() const;

@@ -1,4 +1,4 @@
-// A parameter that ranks share, and the part of it that each of them has.
+// A parameter that is sharded over the ranks, and the part of it that each rank holds.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace fastsync::engine {
 
-// The elements of a member that a rank has.
+// The elements of a member that a rank holds.
 struct UnitShare {
   ops::SlotLayout in_whole;  // of the member by itself
   std::vector<int64_t> sizes;
@@ -19,7 +19,7 @@ struct UnitShare {
 struct UnitMember {
   std::vector<int64_t> sizes;
   int64_t dim = 0;           // along which it is cut
-  int64_t whole_offset = 0;  // of its elements among those of all whole members
+  int64_t whole_offset = 0;  // of its elements, among those of all whole members
 
   int64_t numel() const { return product(0, sizes.size()); }
 

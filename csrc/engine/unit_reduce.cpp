@@ -12,12 +12,12 @@
 namespace fastsync::engine {
 namespace {
 
-// Sums are of this dtype whatever travels.
+// Returns the dtype of sums, whatever dtype travels.
 at::ScalarType wide(at::ScalarType stored) { return stored == at::kDouble ? stored : at::kFloat; }
 
 }  // namespace
 
-// A gradient as a message of its member's share needs it: contiguous, of the dtype that travels.
+// Returns a gradient in the form that a message needs: contiguous, of the dtype that travels.
 at::Tensor Unit::ready_to_send(const at::Tensor& gradient, size_t member) const {
   const UnitMember& its = members_.at(member);
   if (!gradient.defined()) return ops::make_zeros(its.sizes, dtypes_.reduce, device_);
@@ -70,11 +70,11 @@ void Unit::pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& g
   codes->encode(items.items(), all_used, reduction.sent, {reduction.scale, seed});
 }
 
-// Whether what comes from the first other rank is received where the sums will be: its terms are the first or, for rank 0, the
-// second of two, and the dtype is that of the sums.
+// Whether the chunk of the first other rank is received in the buffer of the sums: its terms come
+// first or, for rank 0, second of two, so it suffices that the dtype is that of the sums.
 bool Unit::first_in_sums() const { return dtypes_.reduce == wide(dtypes_.stored); }
 
-// Where the chunk of another rank is received.
+// Returns the buffer in which the chunk of another rank is received.
 at::Tensor Unit::chunk_from(const Reduction& reduction, int rank) const {
   int64_t slot = rank < rank_ ? rank : rank - 1;
   if (first_in_sums()) {
@@ -132,7 +132,7 @@ void Unit::receive_gradients(Reduction& reduction) {
       links_->ranks->exchange(std::move(received), to_others(reduction), tag_ + 1);
 }
 
-// What others get has been copied: only this rank's part is still needed.
+// Keeps only this rank's part: the others' parts have been copied.
 void Unit::keep_own(Reduction& reduction) {
   if (rank_ < 2) {
     add_own(reduction, false);
@@ -157,7 +157,7 @@ void Unit::send(Reduction& reduction) {
   }
 }
 
-// Where what this rank sends is written.
+// Returns the buffer for the data that this rank sends.
 at::Tensor Unit::room_to_send(Reduction& reduction) {
   const UnitLayout& layout = reduction.layout;
   if (!layout.codes) return links_->pool.take(ranks_ * layout.packed, dtypes_.reduce, device_);
@@ -216,7 +216,7 @@ void Unit::add_up(Reduction& reduction) const {
   if (reduction.codes) return add_codes(reduction);
   if (reduction.lent) return add_lent(reduction);
   if (!by_messages() && ranks_ > 1) {
-    if (reduction.received.is_same(reduction.sums)) {  // the backend has added up there
+    if (reduction.received.is_same(reduction.sums)) {  // the backend has summed there
       reduction.received.reset();
       return;
     }
@@ -251,7 +251,7 @@ void Unit::add_codes(const Reduction& reduction) const {
                        run_of(reduction.sums, layout.flags, count));
 }
 
-// The sums hold this rank's part already, unless that waits.
+// The sums already hold this rank's part, unless it waits for its turn.
 void Unit::add_lent(Reduction& reduction) const {
   const std::vector<at::Tensor>& parts = reduction.lent->parts();
   if (!reduction.own.defined()) {
@@ -273,7 +273,7 @@ void Unit::add_own(Reduction& reduction, bool accumulate) const {
   take_own(reduction, reduction.sums, reduction.scale, accumulate);
 }
 
-// Lets go of each large gradient after its terms.
+// Frees each large gradient once its terms are added.
 void Unit::take_own(Reduction& reduction, const at::Tensor& to, double scale,
                     bool accumulate) const {
   const UnitLayout& layout = reduction.layout;
@@ -291,7 +291,7 @@ void Unit::take_own(Reduction& reduction, const at::Tensor& to, double scale,
   }
 }
 
-// `chunk` may be the sums themselves, which are scaled then.
+// `chunk` may be the sums themselves, which are then scaled in place.
 void Unit::add_received(const Reduction& reduction, const at::Tensor& chunk,
                         bool accumulate) const {
   const bool in_place = chunk.is_same(reduction.sums);
@@ -300,7 +300,7 @@ void Unit::add_received(const Reduction& reduction, const at::Tensor& chunk,
   add_direct(reduction, chunk, /*side_by_side=*/false, accumulate);
 }
 
-// What a rank has lent.
+// Adds the part that a rank has lent.
 void Unit::add_part(const Reduction& reduction, const at::Tensor& part, bool accumulate) const {
   add_packed(reduction, part, accumulate);
   add_direct(reduction, part, /*side_by_side=*/true, accumulate);
@@ -330,7 +330,7 @@ void Unit::add_direct(const Reduction& reduction, const at::Tensor& from, bool s
 
 namespace {
 
-// How many ranks had a gradient for each member; the same for all where nobody has to look.
+// Returns how many ranks had a gradient for each member; ones if this rank missed none.
 std::vector<double> uses_of(const UnitLayout& layout, const at::Tensor& sums, bool missed) {
   if (!missed) return std::vector<double>(layout.places.size(), 1.0);
   const auto count = static_cast<int64_t>(layout.places.size());
@@ -358,7 +358,8 @@ std::vector<at::Tensor> Unit::deliver(const UnitLayout& layout, const at::Tensor
       accumulated.add(before[i], place.offset, in_sums);
       results[i] = before[i];
     } else if (sums.scalar_type() == dtypes_.stored) {
-      // A storage of its own, so that gradients can be pickled; other devices need their allocator's for record_stream().
+      // Gives each gradient a storage of its own, so that it can be pickled. On other devices
+      // record_stream() needs the storage of their allocator.
       const c10::Storage own = sums.is_cpu() ? ops::part_of(sums, in_sums) : c10::Storage();
       results[i] = ops::view_of(sums, in_sums, dtypes_.stored, own);
     } else {

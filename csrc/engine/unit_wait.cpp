@@ -1,4 +1,4 @@
-// How a unit waits for other ranks, and what it leaves behind where it does not any more.
+// Waits of a unit for other ranks, and cleanup of abandoned ones.
 #include <utility>
 
 #include "unit.h"

@@ -50,7 +50,7 @@ void UsageCheck::end_backward(const std::vector<bool>& planned) {
   }
 }
 
-// Whether a parameter is unused for the first time.
+// Notes the unused parameters. Returns whether one is unused for the first time.
 bool UsageCheck::tell(const std::vector<bool>& planned) {
   told_.resize(params_.size());
   bool first = false;
@@ -70,8 +70,8 @@ std::string UsageCheck::unused_indices(const std::vector<bool>& planned) const {
   return indices;
 }
 
-// static_graph promises that every step uses the parameters of the first one. The averages are right all the same, so all
-// ranks finish the step before one of them complains.
+// static_graph promises that every step uses the parameters of the first one. The averages are
+// right in any case, so all ranks finish the step before one of them complains.
 std::string UsageCheck::find_change(const std::vector<bool>& planned,
                                     const std::vector<bool>& before) {
   if (!static_graph_ || before.empty()) return "";

@@ -1,4 +1,4 @@
-// Which parameters a step left without gradient, and what to say about it.
+// Checks which parameters a step left without gradient, and prepares the warning or error.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@ namespace fastsync::engine {
 
 class UsageCheck {
  public:
-  // `static_graph` promises that every step uses the parameters of the first one; `fail_on_unused` that every step uses all.
+  // `static_graph` promises that every step uses the parameters of the first one; `fail_on_unused`
+  // that every step uses all.
   UsageCheck(const Parameters& params, int rank, bool static_graph, bool fail_on_unused)
       : params_(params),
         rank_(rank),
@@ -24,12 +25,14 @@ class UsageCheck {
 
   // At the end of a backward. `planned`: by index, whether a parameter is in a bucket.
   void end_backward(const std::vector<bool>& planned);
-  // Behind it: what broke the promise of a static graph, in words; empty if nothing did. `before`: the parameters that the
-  // last step used, empty before the first. From then on every forward is refused.
+  // Called after it. Returns how the promise of a static graph was broken, in words; empty if it
+  // was kept. `before`: the parameters that the last step used, empty before the first. After a
+  // break every forward is refused.
   std::string find_change(const std::vector<bool>& planned, const std::vector<bool>& before);
-  // At a forward: throws what the last backward left to say.
+  // At a forward: throws the error of the last backward, if there is one.
   void check_forward();
-  // Parameters that the last step left without gradient, where some of them never were before.
+  // Returns the parameters that the last step left without gradient, if one of them is unused for
+  // the first time.
   std::vector<std::string> take_warning();
 
  private:

@@ -1,6 +1,8 @@
-// A place where Python brings all ranks together: a collective, a meeting, the making of a process group.
+// A place where Python brings all ranks together: a collective, a rendezvous, the creation of a
+// process group.
 //
-// All ranks of a group come to the same places in the same order, so a rank that has come to fewer of them is late.
+// All ranks of a group reach the same places in the same order, so a rank that has reached fewer of
+// them is late.
 #pragma once
 
 #include <cstdint>
@@ -15,21 +17,21 @@ namespace fastsync::engine {
 class Visit {
  public:
   enum class Kind : int64_t {
-    kTogether,  // this rank waits for the others, each of which comes here
-    kWrapping,  // it wraps a model, and waits now and then
-    kApart,     // it may wait, and others need not come here as often
+    kTogether,  // this rank waits for the others, each of which comes here, too
+    kWrapping,  // this rank wraps a model, and waits now and then
+    kApart,     // this rank may wait; others need not come here as often
   };
 
-  // Comes to `place`, as errors call it. `ranks`: that are waited for; empty: all.
+  // Enters the place that errors call `place`. `ranks`: the expected ones; empty: all.
   Visit(std::shared_ptr<FaultWatch> watch, Kind kind, const std::string& place,
         std::vector<int64_t> ranks);
 
-  // Looks out for the others, from time to time: throws where one has ended, warns of those that are late.
+  // Checks the other ranks, called from time to time: throws if one has ended, warns of late ones.
   void look();
-  // The backend has failed with `error`: throws where it is known who is to blame.
+  // Throws if it is known which rank caused `error`, with which the backend has failed.
   void explain(const std::string& error);
-  // Goes on. `came`: this counts as a visit. It does not where the place has failed for a reason of its own, which is the same
-  // on all ranks.
+  // Leaves the place. `came`: the visit counts. It does not if the place has failed for a reason of
+  // its own, which is the same on all ranks.
   void end(bool came);
 
  private:

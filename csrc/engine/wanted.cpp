@@ -5,7 +5,8 @@
 namespace fastsync::engine {
 namespace {
 
-// Where Python plans and compares, a rank is on its way to a place of Python's, or waits there.
+// kPlanning and kComparing do not count: there a rank is on its way to a place of Python, or waits
+// in it.
 bool waits_in(int64_t phase) {
   switch (static_cast<Phase>(phase)) {
     case Phase::kWaiting:
@@ -41,7 +42,7 @@ bool codes_long(const News& news, const Wanted& wanted) {
   return wanted.model < news.standings.size() && codes_long(news.standings[wanted.model]);
 }
 
-// Who is waited for in a place of Python's wraps a model, or is somewhere in the step of one.
+// A rank that is expected in a place of Python wraps a model, or is in a step of one.
 const Standing* standing_of(const News& news, size_t& model) {
   const std::vector<Standing>& all = news.standings;
   if (model >= all.size()) return nullptr;

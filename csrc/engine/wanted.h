@@ -1,4 +1,5 @@
-// What a rank waits for, and what news of another rank say of that.
+// The collective that a rank waits for, and its state on another rank according to that rank's
+// news.
 #pragma once
 
 #include <cstddef>
@@ -11,9 +12,11 @@
 
 namespace fastsync::engine {
 
-// The number of the model that stands for Python, which brings all ranks together in the same order.
+// The number of the model that stands for places where Python brings all ranks together, in the
+// same order.
 constexpr size_t kPlaces = 0;
-// Collectives that nobody has issued: whoever has ended lacks them, and nobody is late for them.
+// A number of collectives that no rank reaches: an ended rank lacks them, and no rank is late for
+// them.
 constexpr int64_t kUncounted = std::numeric_limits<int64_t>::max();
 
 struct Wanted {
@@ -23,28 +26,30 @@ struct Wanted {
   std::string place;  // "bucket 3 of 9 (...)", "the gather of unit 'blocks.3' (...)"
   std::vector<std::string> parameters;
   bool joins = true;             // the model has join()
-  std::vector<int64_t> ranks{};  // that are waited for; empty: all
+  std::vector<int64_t> ranks{};  // the expected ones; empty: all
 };
 
-// When a rank that waits warns of the others.
+// When a waiting rank warns of the others.
 struct Patience {
   double next = 0;     // seconds of waiting
-  bool asked = false;  // who is late
-  double last_asked =
-      0;  // seconds at which it was asked for the last time before the timeout; 0: not yet
+  bool asked = false;  // which ranks are late
+  // Seconds of waiting at the last question, before the timeout; 0: not yet.
+  double last_asked = 0;
 };
 
-// Whether a rank can say that it has not issued this.
+// Whether ranks count this collective, so that one can say that it has not issued it.
 bool is_counted(const Wanted& wanted);
-// Whether this rank is waited for.
+// Whether `rank` is expected.
 bool wants(const Wanted& wanted, int64_t rank);
-// Whether a rank of which these news are may not have issued the collective. One that has never made the model has not.
+// Whether the rank that `news` describes may not have issued the collective. A rank without the
+// model has not.
 bool lacks(const News& news, const Wanted& wanted);
-// Whether a codec of its user's has been at work for long, on something that it has issued.
+// Whether a codec of the user has been running on that rank for long.
 bool codes_long(const News& news, const Wanted& wanted);
-// Whether it waits for others.
+// Whether that rank waits for others.
 bool waits(const News& news, const Wanted& wanted);
-// What it does while others wait for it in `model`, which becomes the model that tells that. Null: nobody knows.
+// Returns the progress of that rank while others wait for it in `model`, and sets `model` to the
+// model that it is about. Null: not known.
 const Standing* standing_of(const News& news, size_t& model);
 
 }  // namespace fastsync::engine

@@ -1,4 +1,5 @@
-// A user's codec that tells where its training stands that it is at work: it may hang on a thread that nobody waits for by name.
+// A codec of the user that notes in the training's progress when it runs: it may hang on a thread
+// that no wait names.
 #pragma once
 
 #include <memory>

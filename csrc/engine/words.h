@@ -1,4 +1,4 @@
-// Numbers in the messages that ranks tell each other, all of them machines of one kind.
+// Numbers in the messages between ranks, whose machines have the same byte order.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ inline void put_word(std::string& bytes, int64_t value) {
   bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
 
-// The one that begins at `at`, which goes on. Zeros after the end.
+// Returns the number that begins at `at`, and advances `at`. Zero after the end.
 inline int64_t take_word(const std::string& bytes, size_t& at) {
   int64_t value = 0;
   if (at + sizeof value <= bytes.size()) std::memcpy(&value, bytes.data() + at, sizeof value);

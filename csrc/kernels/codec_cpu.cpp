@@ -1,4 +1,5 @@
-// The wire formats on the host: strips of the flat buffer, each taken through the loops of codec_loops.h.
+// The wire formats on the host: strips of the flat buffer, each taken through the loops of
+// codec_loops.h.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>

@@ -1,4 +1,5 @@
-// The wire formats on the device: kernels over groups of elements (codec_group.h), and tables of work for them.
+// The wire formats on the device: kernels over groups of elements (codec_group.h), and tables of
+// work for them.
 #include <algorithm>
 #include <cstdint>
 

@@ -1,5 +1,5 @@
-// From run-time formats to codec classes, the checks of arguments and the addresses in a payload: what the CPU and the CUDA
-// kernels do alike before their loops.
+// From run-time formats to codec classes, the checks of arguments and the addresses in a payload:
+// what the CPU and the CUDA kernels do alike before their loops.
 #pragma once
 
 #include "../check.h"

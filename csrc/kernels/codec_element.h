@@ -1,17 +1,22 @@
-// Arithmetic of the wire formats, defined once for the host and for the device: the scale of a block, the code of one
-// element and back, the random numbers of stochastic rounding.
+// Arithmetic of the wire formats, defined once for the host and for the device: the scale of a
+// block, the code of one element and back, the random numbers of stochastic rounding.
 //
 // A codec class describes one format:
 //
-//   Code                        the type that holds one code (int4: the low four bits; two share a byte of the payload)
+//   Code                        the type that holds one code (int4: the low four bits; two share a
+//                               byte of the payload)
 //   Scale                       the type that a block's scale is stored in; kScaled formats only
-//   choose(largest)             the scale of a block whose largest magnitude has these float bits, below kTooLarge
+//   choose(largest)             the scale of a block whose largest magnitude has these float bits,
+//                               below kTooLarge
 //   kPoison                     the scale that makes a block decode to NaN
-//   factor(scale), inverse(..)  what a decoded code is multiplied with, and an element before it is coded
-//   nearest(y), random(y, r)    the code of an element already multiplied with `inverse`; r is 32 random bits
+//   factor(scale), inverse(..)  what a decoded code is multiplied with, and an element before it is
+//                               coded
+//   nearest(y), random(y, r)    the code of an element already multiplied with `inverse`; r is 32
+//                               random bits
 //   value(code)                 the number that a code stands for
 //
-// All is branchless and, like element.h, free of operations with a subnormal result wherever the format is.
+// All is branchless and, like element.h, free of operations with a subnormal result wherever the
+// format is.
 #pragma once
 
 #include "codec.h"
@@ -32,7 +37,8 @@ namespace fastsync::kernels {
 
 constexpr uint32_t kFloatOne = 1u << 23;  // a step of fp32's exponent field
 
-// 2^127. Below it no format's rounding leaves the range of fp32; from it on a block of a scaled format is poisoned.
+// 2^127. Below it no format's rounding leaves the range of fp32; from it on a block of a scaled
+// format is poisoned.
 constexpr uint32_t kTooLarge = 0x7f000000;
 
 FS_HOST_DEVICE float quiet_nan() { return float_of(0x7fc00000); }
@@ -55,7 +61,8 @@ FS_HOST_DEVICE RandomKey random_key(uint64_t seed) {
   return {static_cast<uint32_t>(z), static_cast<uint32_t>(z >> 32)};
 }
 
-// A bijection of the index for each key: two rounds of multiply-xorshift with the constants of Wellons' lowbias32 hash.
+// A bijection of the index for each key: two rounds of multiply-xorshift with the constants of
+// Wellons' lowbias32 hash.
 FS_HOST_DEVICE uint32_t random_bits(RandomKey key, uint32_t index) {
   uint32_t x = index ^ key.before;
   x = (x ^ (x >> 16)) * 0x7feb352d;
@@ -111,8 +118,9 @@ struct MinifloatCodec {
   using Scale = uint8_t;
   static constexpr Scale kPoison = 255;
 
-  // The smallest exponent that keeps the block in the format's range, but not below fp32's own: what is added to the
-  // magnitude carries into its exponent where the fraction is larger than that of kLargest.
+  // The smallest exponent that keeps the block in the format's range, but not below fp32's own:
+  // what is added to the magnitude carries into its exponent where the fraction is larger than that
+  // of kLargest.
   static FS_HOST_DEVICE Scale choose(uint32_t largest) {
     constexpr uint32_t kSlack = 0x7fffff - (kLargest & 0x7fffff);
     constexpr int kTop = static_cast<int>(kLargest >> 23) - 127;
@@ -125,8 +133,8 @@ struct MinifloatCodec {
   }
   static FS_HOST_DEVICE float inverse(Scale scale) { return float_of((254u - scale) << 23); }
 
-  // With `magic` the spacing of floats is the format's own in y's binade (its subnormals share one), so that the addition
-  // rounds, and the sum less magic counts units.
+  // With `magic` the spacing of floats is the format's own in y's binade (its subnormals share
+  // one), so that the addition rounds, and the sum less magic counts units.
   static FS_HOST_DEVICE Coded nearest(float y) {
     const Split split(y);
     const uint32_t magic = split.binade + (static_cast<uint32_t>(kDropped) << 23);
@@ -152,7 +160,8 @@ struct MinifloatCodec {
     const uint32_t magnitude = code & ((1u << (31 - kSignShift)) - 1);
     const uint32_t sign = code ^ magnitude;
 #if FS_DEVICE_FORMS
-    // fp16 differs by the bias of the exponent; where that is fp16's, so is what stands for infinity and NaN.
+    // fp16 differs by the bias of the exponent; where that is fp16's, so is what stands for
+    // infinity and NaN.
     const uint32_t half = magnitude << (10 - kFractionBits) | sign << (kSignShift - 16);
     const uint32_t nan = kExponentBits < 5 && magnitude > kLargestCode ? 0x7e00 : 0;
     return decode(Half{static_cast<uint16_t>(half | nan)}) * float_of(kHalfRebiased);
@@ -224,8 +233,8 @@ struct IntegerCodec {
   using Scale = uint16_t;
   static constexpr Scale kPoison = 0x7fc0;
 
-  // The smallest normal bfloat16 whose kLargest-fold (exact in fp32) reaches `largest`. The guess is rounded up from a
-  // number slightly too small, so it is right or one step below.
+  // The smallest normal bfloat16 whose kLargest-fold (exact in fp32) reaches `largest`. The guess
+  // is rounded up from a number slightly too small, so it is right or one step below.
   static FS_HOST_DEVICE Scale choose(uint32_t largest) {
     constexpr float kBelow = static_cast<float>((1 - 1.0 / (1 << 22)) / kLargest);
     const uint32_t guess = (bits_of(float_of(largest) * kBelow) + 0xffff) >> 16;

@@ -2,13 +2,15 @@
 // of the format, at most a warp, find its largest magnitude together.
 //
 // [Note: quads]
-// A group is two quads of four consecutive elements, one in each half of the warp's 256: so the accesses of neighbouring
-// threads lie side by side ([Note: whole sectors]). A block of 128 or 64 elements lies in one half, and each half has blocks,
-// and so scales, of its own; a block of 256 is both halves.
+// A group is two quads of four consecutive elements, one in each half of the warp's 256: so the
+// accesses of neighbouring threads lie side by side ([Note: whole sectors]). A block of 128 or 64
+// elements lies in one half, and each half has blocks, and so scales, of its own; a block of 256 is
+// both halves.
 //
 // [Note: every thread of a warp shuffles]
-// Which threads have elements differs within a warp at the end of a segment, and a shuffle must be executed by all that it
-// names. So a warp goes on while one of its quads is inside, and quads outside hold zeros and store nothing.
+// Which threads have elements differs within a warp at the end of a segment, and a shuffle must be
+// executed by all that it names. So a warp goes on while one of its quads is inside, and quads
+// outside hold zeros and store nothing.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +44,8 @@ struct DecodeCall {
   int32_t sources;
 };
 
-// The quads at `from` and a half further on, as far as they lie among the `numel` elements from `from` on; then zeros.
+// The quads at `from` and a half further on, as far as they lie among the `numel` elements from
+// `from` on; then zeros.
 template <class T>
 __device__ __forceinline__ void load_group(float (&x)[kGroup], const T* from, int numel) {
   Vec<T, kQuad> in[kQuads];
@@ -200,7 +203,8 @@ __device__ __forceinline__ void code_elements(Codes<Codec> (&codes)[kQuads], flo
   }
 }
 
-// Stores the scales of the blocks that begin with a quad of this thread's, of the `quads` that are inside.
+// Stores the scales of the blocks that begin with a quad of this thread's, of the `quads` that are
+// inside.
 template <class Codec>
 __device__ __forceinline__ Factors scale_group(const float (&x)[kGroup], uint8_t* payload,
                                                const Place& place, int quads) {

@@ -1,5 +1,5 @@
-// The loops of codec_cpu.cpp. Each works on a strip: up to kStrip elements as floats, which stay in the first-level cache
-// from one loop to the next.
+// The loops of codec_cpu.cpp. Each works on a strip: up to kStrip elements as floats, which stay in
+// the first-level cache from one loop to the next.
 #pragma once
 
 #include <cstring>
@@ -52,8 +52,8 @@ FS_HOST_DEVICE uint32_t largest_magnitude(const float* x) {
   return static_cast<uint32_t>(largest);
 }
 
-// Two codes to a byte, by way of a byte for each; pairs vectorise without shuffles. A whole strip at a time, because a
-// load that follows narrower stores to the same place waits for them.
+// Two codes to a byte, by way of a byte for each; pairs vectorise without shuffles. A whole strip
+// at a time, because a load that follows narrower stores to the same place waits for them.
 FS_HOST_DEVICE void join_nibbles(uint8_t* bytes, const uint8_t* nibbles, int numel) {
   FS_INDEPENDENT
   for (int i = 0; i < numel / 2; ++i) {

@@ -1,4 +1,5 @@
-// Memory accesses of CUDA kernels: several elements at once, in as few and as wide instructions as there are.
+// Memory accesses of CUDA kernels: several elements at once, in as few and as wide instructions as
+// there are.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +15,11 @@ struct Vec {
 };
 
 // [Note: whole sectors]
-// Memory moves in sectors of 32 bytes. Where neighbouring threads' accesses lie side by side, each instruction of a warp fills
-// the sectors that it touches. A thread that owned 32 bytes in a row would need two instructions of 16, each of which fills
-// half of every sector. So a thread never moves more than one access at a time of consecutive memory: the widest type
-// decides how many elements that is, and what a thread does besides lies a whole warp, or block, further on.
+// Memory moves in sectors of 32 bytes. Where neighbouring threads' accesses lie side by side, each
+// instruction of a warp fills the sectors that it touches. A thread that owned 32 bytes in a row
+// would need two instructions of 16, each of which fills half of every sector. So a thread never
+// moves more than one access at a time of consecutive memory: the widest type decides how many
+// elements that is, and what a thread does besides lies a whole warp, or block, further on.
 
 // Whether kCount elements from `pointer` on may be one access.
 template <int kCount, class T>
@@ -26,7 +28,8 @@ __device__ __forceinline__ bool aligned(const T* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kBytes == 0;
 }
 
-// The type of one access to a Vec. A struct of small members may be moved by several narrow accesses.
+// The type of one access to a Vec. A struct of small members may be moved by several narrow
+// accesses.
 template <int kBytes>
 struct Access;
 template <>
@@ -59,7 +62,8 @@ __device__ __forceinline__ Vec<T, kCount> load(const T* from) {
   return vec;
 }
 
-// The compiler may split even a uint4 that it stores; __stwb is the default store, which it must leave whole.
+// The compiler may split even a uint4 that it stores; __stwb is the default store, which it must
+// leave whole.
 template <int kCount, class T>
 __device__ __forceinline__ void store(T* to, const Vec<T, kCount>& vec) {
   if constexpr (kCount == 1) {

@@ -1,10 +1,11 @@
 // Tables of work in the parameters of a CUDA kernel.
 //
 // [Note: segment table]
-// The table travels by value in the kernel's parameters (constant memory), so a launch needs no host-to-device copy and
-// the caller's array may be freed at once. Two capacities: 4 KB of parameters, the limit before CUDA 12.1, for a bucket
-// of few tensors; and 32,764 bytes, the limit since then from sm_70 on, so that a thousand small tensors need one launch.
-// The kernel must not modify the table: a by-value parameter that is written to moves to local memory.
+// The table travels by value in the kernel's parameters (constant memory), so a launch needs no
+// host-to-device copy and the caller's array may be freed at once. Two capacities: 4 KB of
+// parameters, the limit before CUDA 12.1, for a bucket of few tensors; and 32,764 bytes, the limit
+// since then from sm_70 on, so that a thousand small tensors need one launch. The kernel must not
+// modify the table: a by-value parameter that is written to moves to local memory.
 #pragma once
 
 #include <cstdint>

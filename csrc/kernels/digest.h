@@ -1,10 +1,12 @@
 // A digest of raw bits: 64 bits that differ where bytes, their order or their number do.
 //
-// Ranks compare digests of what they should all have, so NaN with other bits is another value. Blocks are digested by themselves,
-// so that threads may share the work; the digests of blocks are then folded in order. Within a block, word i of 64 bits belongs
-// to lane i % kDigestLanes, and lanes do not wait for each other. Each step is a bijection of the digest before it and of the
-// word, so one changed word always changes the digest of its block. A product carries a bit up, the shift carries it down again:
-// without that, the highest bits of two words could cancel out, and these are signs.
+// Ranks compare digests of what they should all have, so NaN with other bits is another value.
+// Blocks are digested by themselves, so that threads may share the work; the digests of blocks are
+// then folded in order. Within a block, word i of 64 bits belongs to lane i % kDigestLanes, and
+// lanes do not wait for each other. Each step is a bijection of the digest before it and of the
+// word, so one changed word always changes the digest of its block. A product carries a bit up, the
+// shift carries it down again: without that, the highest bits of two words could cancel out, and
+// these are signs.
 #pragma once
 
 #include <cstdint>

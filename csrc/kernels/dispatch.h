@@ -1,4 +1,5 @@
-// From run-time dtypes to element types: what the CPU and the CUDA kernels do alike before their loops.
+// From run-time dtypes to element types: what the CPU and the CUDA kernels do alike before their
+// loops.
 #pragma once
 
 #include <type_traits>
@@ -46,7 +47,8 @@ bool visit_float_type(DType dtype, const Visit& visit) {
   }
 }
 
-// Calls visit(TypeTag<Dst>{}, TypeTag<Src>{}); throws std::invalid_argument for an unsupported pair.
+// Calls visit(TypeTag<Dst>{}, TypeTag<Src>{}); throws std::invalid_argument for an unsupported
+// pair.
 template <class Visit>
 void visit_types(DType dst, DType src, const Visit& visit) {
   bool supported = false;

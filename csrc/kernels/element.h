@@ -1,15 +1,15 @@
 // Element types and their arithmetic, defined once for the host and for the device.
 //
-//   Compute<T>                   the type arithmetic on T is done in: double for double, float for the rest
+//   Compute<T>                   the type for arithmetic on T: double for double, else float
 //   widen(x)                     T -> Compute<T>, exact
 //   narrow<T>(x)                 Compute<T> -> T, round to nearest even; NaN becomes a quiet NaN
 //   scaled<Dst>(x, s)            narrow(widen(x) * s)
 //   accumulated<Dst>(old, x, s)  narrow(widen(old) + widen(x) * s), product and sum each rounded
 //
-// The host forms are branchless (every path is computed, then selected), so that a plain loop over them vectorises.
-// They use no operation with a subnormal result, so they are right under flush-to-zero too. A compiler that contracts
-// a * b + c to a fused multiply-add would make ranks with different hardware disagree: build with -ffp-contract=off
-// (host) and -fmad=false (nvcc).
+// The host forms are branchless (every path is computed, then selected), so that a plain loop over
+// them vectorises. They use no operation with a subnormal result, so they are right under
+// flush-to-zero too. A compiler that contracts a * b + c to a fused multiply-add would make ranks
+// with different hardware disagree: build with -ffp-contract=off (host) and -fmad=false (nvcc).
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,8 @@ FS_HOST_DEVICE float float_of(uint32_t bits) {
   return value;
 }
 
-// A ?: of computed values, in a form that no compiler turns into a branch: a branch would keep the loop from vectorising.
+// A ?: of computed values, in a form that no compiler turns into a branch: a branch would keep the
+// loop from vectorising.
 FS_HOST_DEVICE uint32_t select(bool condition, uint32_t yes, uint32_t no) {
   const uint32_t mask = 0u - static_cast<uint32_t>(condition);
   return no ^ ((yes ^ no) & mask);
@@ -113,8 +114,8 @@ FS_HOST_DEVICE Half encode_half(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t magnitude = bits & kMagnitudeMask;
   const uint32_t sign = (bits >> 16) & 0x8000;
-  // Adding half of the dropped unit, less one unless the kept part is odd, rounds to nearest even; a carry out of the
-  // fraction steps the exponent, up to infinity.
+  // Adding half of the dropped unit, less one unless the kept part is odd, rounds to nearest even;
+  // a carry out of the fraction steps the exponent, up to infinity.
   const uint32_t normal = (magnitude - kHalfRebias + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   // The spacing of floats at 0.5 is fp16's smallest subnormal, so this addition does the rounding.
   const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);

@@ -1,16 +1,21 @@
 // Multi-tensor pack and unpack between scattered tensors and one flat buffer.
 //
-//   pack    flat[offset + i]  = cast(tensor[i] * scale)          for every segment, or cast(fill) where it has no tensor
-//   unpack  tensor[i]         = cast(flat[offset + i] * scale)   plus the old tensor[i] when `accumulate`
+//   pack    flat[offset + i] = cast(tensor[i] * scale)         for every segment
+//   unpack  tensor[i]        = cast(flat[offset + i] * scale)  plus the old tensor[i]
+//                                                              if `accumulate`
 //
-// Arithmetic is done in fp32 (fp64 when both sides are fp64): the product, the sum and the narrowing cast each round to
-// nearest even, never fused, so that hosts and devices agree. NaN (its spare bits aside) and infinities pass through; what
-// exceeds a narrow type's range becomes infinity. `tensor` and `flat` may be the same memory at the same element (scaling
-// in place) when both types are equal; otherwise they must not overlap.
-// Any alignment and any length, 0 included, is valid: 16-byte accesses are used where both sides allow them.
+// pack writes cast(fill) for a segment without a tensor.
 //
-// Raw pointers, sizes and a stream: no torch header, no allocation, no ownership. The functions return before a device
-// has finished; the segment table is copied into the launch, so the caller may free it at once.
+// Arithmetic is done in fp32 (fp64 when both sides are fp64): the product, the sum and the
+// narrowing cast each round to nearest even, never fused, so that hosts and devices agree. NaN (its
+// spare bits aside) and infinities pass through; what exceeds a narrow type's range becomes
+// infinity. `tensor` and `flat` may be the same memory at the same element (scaling in place) when
+// both types are equal; otherwise they must not overlap. Any alignment and any length, 0 included,
+// is valid: 16-byte accesses are used where both sides allow them.
+//
+// Raw pointers, sizes and a stream: no torch header, no allocation, no ownership. The functions
+// return before a device has finished; the segment table is copied into the launch, so the caller
+// may free it at once.
 #pragma once
 
 #include <cstddef>
@@ -41,12 +46,13 @@ struct Transfer {
   bool accumulate;  // unpack only
 };
 
-// fp64 exchanges with fp64 only; fp32, fp16 and bf16 in any combination. Throws std::invalid_argument otherwise.
+// fp64 exchanges with fp64 only; fp32, fp16 and bf16 in any combination. Throws
+// std::invalid_argument otherwise.
 void pack_cpu(const Segment* segments, size_t count, void* flat, const Transfer& transfer);
 void unpack_cpu(const Segment* segments, size_t count, const void* flat, const Transfer& transfer);
 
-// Launched on the current device; one launch serves up to a table's capacity of segments. Throws std::runtime_error
-// with CUDA's own text when a launch is refused.
+// Launched on the current device; one launch serves up to a table's capacity of segments. Throws
+// std::runtime_error with CUDA's own text when a launch is refused.
 void pack_cuda(const Segment* segments, size_t count, void* flat, const Transfer& transfer,
                CUstream_st* stream);
 void unpack_cuda(const Segment* segments, size_t count, const void* flat, const Transfer& transfer,

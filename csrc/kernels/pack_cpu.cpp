@@ -1,4 +1,5 @@
-// pack and unpack on the host: one loop over the element functions, compiled once per instruction set.
+// pack and unpack on the host: one loop over the element functions, compiled once per instruction
+// set.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -16,8 +17,8 @@
 namespace fastsync::kernels {
 namespace {
 
-// dst and src are the same elements or do not overlap, which is what FS_INDEPENDENT promises: without it the compiler's
-// own overlap check would send scaling in place to a scalar loop.
+// dst and src are the same elements or do not overlap, which is what FS_INDEPENDENT promises:
+// without it the compiler's own overlap check would send scaling in place to a scalar loop.
 template <bool kAccumulate, class Dst, class Src>
 struct TransferLoop {
   FS_HOST_DEVICE static void run(Dst* dst, const Src* src, int64_t numel, Compute<Dst> scale) {
@@ -33,7 +34,8 @@ struct TransferLoop {
 };
 
 #if FS_X86_DISPATCH
-// fp16 by the processor's own conversions, eight at a time: in cache four times as fast as the portable ones.
+// fp16 by the processor's own conversions, eight at a time: in cache four times as fast as the
+// portable ones.
 FS_F16C inline __m256 load8(const float* from) { return _mm256_loadu_ps(from); }
 FS_F16C inline __m256 load8(const Half* from) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -71,7 +73,8 @@ auto select_transfer() -> typename OnThisCpu<TransferLoop<kAccumulate, Dst, Src>
   return OnThisCpu<TransferLoop<kAccumulate, Dst, Src>>();
 }
 
-// Multiplying by 1 changes nothing but a signalling NaN, which a cast quiets anyway: only a copy skips it.
+// Multiplying by 1 changes nothing but a signalling NaN, which a cast quiets anyway: only a copy
+// skips it.
 template <class Dst, class Src>
 void convert(Dst* dst, const Src* src, int64_t numel, double scale) {
   if constexpr (std::is_same_v<Dst, Src>) {

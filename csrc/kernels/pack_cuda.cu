@@ -1,8 +1,10 @@
-// pack and unpack on the device: one launch moves every segment that its table holds ([Note: segment table]).
+// pack and unpack on the device: one launch moves every segment that its table holds
+// ([Note: segment table]).
 //
 // [Note: one routine for every alignment]
-// A chunk is moved by move_chunk<kVec>: kVec elements, 16 bytes of the wider type, per access where both sides are aligned
-// to that, else kVec = 1. The misaligned case and the tail are therefore the same code with another constant.
+// A chunk is moved by move_chunk<kVec>: kVec elements, 16 bytes of the wider type, per access where
+// both sides are aligned to that, else kVec = 1. The misaligned case and the tail are therefore the
+// same code with another constant.
 #include <cstdint>
 #include <cstring>
 
@@ -17,8 +19,9 @@ namespace fastsync::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-// Moved per thread and round, counted in the wider type, so at least half as much is loaded at once. With 1024 resident
-// threads that is 32 to 64 KiB in flight per multiprocessor; hiding HBM3's latency needs 4.8 TB/s * 0.8 us / 132 = 29 KiB.
+// Moved per thread and round, counted in the wider type, so at least half as much is loaded at
+// once. With 1024 resident threads that is 32 to 64 KiB in flight per multiprocessor; hiding HBM3's
+// latency needs 4.8 TB/s * 0.8 us / 132 = 29 KiB.
 constexpr int kBytesPerThread = 64;
 
 struct Run {
@@ -68,7 +71,8 @@ __device__ __forceinline__ Vec<Dst, kCount> combine(const Vec<Dst, kCount>& old,
   return out;
 }
 
-// Moves `groups` groups of kVec elements. Every load of a round is issued before the first use of any.
+// Moves `groups` groups of kVec elements. Every load of a round is issued before the first use of
+// any.
 template <int kVec, int kUnroll, bool kAccumulate, class Dst, class Src>
 __device__ __forceinline__ void move_chunk(Dst* dst, const Src* src, int groups,
                                            Compute<Dst> scale) {
@@ -146,7 +150,8 @@ void launch(const AnyTable& table, int64_t blocks, const Call& call) {
                 " blocks");
 }
 
-// Launches as many of the segments as fit one table; returns how many that were, empty ones included.
+// Launches as many of the segments as fit one table; returns how many that were, empty ones
+// included.
 template <class Dst, class Src, bool kAccumulate, class AnyTable, class ToRun>
 size_t launch_table(const Segment* segments, size_t count, const Call& call, const ToRun& to_run) {
   constexpr int64_t kChunk = Shape<Dst, Src>::kChunk;

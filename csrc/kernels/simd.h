@@ -1,13 +1,14 @@
 // Loops on the host, compiled once per instruction set and chosen at run time.
 //
-// A loop is the static function `run` of a class: FS_HOST_DEVICE, so that it is inlined and compiled for the instruction
-// set of the function that calls it. OnThisCpu<Loop>() is a pointer to the widest version that the processor executes.
+// A loop is the static function `run` of a class: FS_HOST_DEVICE, so that it is inlined and
+// compiled for the instruction set of the function that calls it. OnThisCpu<Loop>() is a pointer to
+// the widest version that the processor executes.
 #pragma once
 
 #include "element.h"
 
-// The iterations of the loop that follows do not depend on each other: without this promise the compiler checks for overlap at
-// run time, or gives up.
+// The iterations of the loop that follows do not depend on each other: without this promise the
+// compiler checks for overlap at run time, or gives up.
 #if defined(__clang__)
 #define FS_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #elif defined(__GNUC__)
@@ -16,7 +17,8 @@
 #define FS_INDEPENDENT
 #endif
 
-// The widest instruction set to compile for: 0 the compiler's target, 1 AVX2, 2 AVX-512. Lower it to test the others.
+// The widest instruction set to compile for: 0 the compiler's target, 1 AVX2, 2 AVX-512. Lower it
+// to test the others.
 #ifndef FASTSYNC_SIMD_LEVEL
 #define FASTSYNC_SIMD_LEVEL 2
 #endif

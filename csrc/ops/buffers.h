@@ -1,5 +1,5 @@
-// The one place that memory of fastsync's own tensors comes from. An allocator of another kind,
-// such as a pool or memory that processes share, belongs here; tests/test_layers.py lets no other
+// The one place that allocates memory for fastsync's own tensors. An allocator of another kind,
+// such as a pool or memory shared by processes, belongs here; tests/test_layers.py lets no other
 // file ask torch for memory.
 #pragma once
 
@@ -30,8 +30,8 @@ at::Tensor make_over(void* memory, int64_t numel, at::ScalarType dtype,
 // With memory of its own.
 at::Tensor copy_of(const at::Tensor& tensor);
 
-// On a device: memory that the current stream still uses goes back to its allocator in that stream's order, whichever stream it
-// was allocated on.
+// On a device: memory that the current stream still uses goes back to its allocator in that
+// stream's order, whichever stream it was allocated on.
 void record_here(const at::Tensor& tensor);
 
 }  // namespace fastsync::ops

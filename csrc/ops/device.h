@@ -1,7 +1,7 @@
-// Choice of the code for a device: the one place that decides.
+// Chooses the code for a device: the one place that decides.
 //
-// Only lambdas whose stream is `auto` may name CUDA kernels: in a build without CUDA they are never instantiated, and nothing
-// asks the linker for what is not there.
+// Only lambdas whose stream is `auto` may name CUDA kernels: in a build without CUDA they are never
+// instantiated, so the linker needs no missing symbols.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -14,24 +14,26 @@ struct CUstream_st;
 
 namespace fastsync::ops {
 
-// Why this build cannot run the kernels on `device`, with the remedy; empty where it can.
+// Returns why this build cannot run the kernels on `device`, with the remedy; empty if it can.
 std::string device_problem(at::Device device);
-// The same of versions of CUDA's runtime and driver, as kernels/driver.h counts them. A driver serves its own major version and
-// older ones; without this check the first launch fails.
+// The same for versions of CUDA's runtime and driver, as kernels/driver.h numbers them. A driver
+// serves its own major version and older ones; without this check the first launch fails.
 std::string driver_problem(int runtime, int driver);
 
-// Throws std::invalid_argument where there is a problem.
+// Throws std::invalid_argument if there is a problem.
 void check_supported(at::Device device);
 
 #ifdef FASTSYNC_WITH_CUDA
 CUstream_st* current_stream(at::Device device);
 #endif
 
-// Puts a mark in the device's current stream. Returns what tells, to any thread, whether the device has passed it; a device that
-// has failed passes everything: each call of it says so itself.
+// Puts a mark in the device's current stream. Returns a function that says, on any thread, whether
+// the device has passed it. A failed device counts as having passed it: every later call to the
+// device reports the failure.
 std::function<bool()> mark_stream(at::Device device);
 
-// on_cpu(), or on_cuda(stream) with the device's current stream. For devices that this build supports.
+// Runs on_cpu(), or on_cuda(stream) with the device's current stream. For devices that this build
+// supports.
 template <typename Cpu, typename Cuda>
 void run_kernel(at::Device device, const Cpu& on_cpu, const Cuda& on_cuda) {
   if (device.is_cpu()) {
@@ -46,7 +48,8 @@ void run_kernel(at::Device device, const Cpu& on_cpu, const Cuda& on_cuda) {
 #endif
 }
 
-// on_cpu(), or by_torch() where there is no kernel: torch's own operations run on every device.
+// Runs on_cpu(), or by_torch() on devices without a kernel: torch's own operations run on every
+// device.
 template <typename Cpu, typename Torch>
 void run_kernel_or_torch(at::Device device, const Cpu& on_cpu, const Torch& by_torch) {
   if (device.is_cpu()) {

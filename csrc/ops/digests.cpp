@@ -49,8 +49,8 @@ std::vector<uint64_t> digests_of_blocks(const std::vector<DigestedBlock>& blocks
   return digests;
 }
 
-// Digests of tensors whose elements lie in memory as they count: threads share the blocks of all,
-// because most models have many small parameters.
+// Digests tensors whose elements lie in memory in logical order. Threads share the blocks of all
+// tensors, because most models have many small parameters.
 std::vector<int64_t> digests_in_place(const std::vector<const at::Tensor*>& tensors) {
   const std::vector<uint64_t> blocks = digests_of_blocks(digested_blocks(tensors));
   std::vector<int64_t> digests;
@@ -70,7 +70,7 @@ bool is_in_place(const at::Tensor& tensor) {
   return tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-// Modes that a user has entered do not see what copies.
+// Hides the copy from dispatch modes that the user has entered.
 int64_t digest_of_copy(const at::Tensor& tensor) {
   const c10::impl::ExcludeDispatchKeyGuard no_modes(
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));

@@ -46,8 +46,8 @@ SlotLayout SlotLayout::run(int64_t offset, int64_t numel) {
   return SlotLayout{offset, numel, {numel}, {1}};
 }
 
-// The stride of a dimension of size 1 means nothing, and autograd may hand over gradients that are only marked as
-// conjugated or negated.
+// The stride of a dimension of size 1 means nothing, and autograd may hand over gradients that are
+// only marked as conjugated or negated.
 bool in_slot_order(const at::Tensor& tensor, const SlotLayout& layout) {
   if (tensor.is_conj() || tensor.is_neg()) return false;
   if (tensor.numel() <= 1) return true;
@@ -89,7 +89,8 @@ SegmentTable::SegmentTable(const std::vector<Item>& items, Way way, int64_t nume
       fills.push_back({nullptr, item.layout->offset, item.layout->numel, item.fill});
     }
   }
-  // A value has no dtype: it goes along with tensors of any, where there are some, and takes no launch of its own.
+  // A value has no dtype: it joins tensors of any dtype, if there are some, and needs no launch of
+  // its own.
   auto group =
       std::find_if(groups_.begin(), groups_.end(), [](const auto& g) { return !g.empty(); });
   if (group == groups_.end()) group = groups_.begin() + static_cast<int64_t>(kernel_dtype(dtype));

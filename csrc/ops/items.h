@@ -1,4 +1,4 @@
-// Tensors that a kernel gathers from or scatters to, and how they become its table of segments.
+// Tensors that a kernel gathers from or scatters to, and their conversion to its table of segments.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,14 +29,15 @@ struct SlotLayout {
   static SlotLayout run(int64_t offset, int64_t numel);
 };
 
-// One tensor to gather or scatter. An undefined tensor (gathering only) stands for `fill` everywhere, unscaled.
+// One tensor to gather or scatter. An undefined tensor (gathering only) stands for `fill`
+// everywhere, unscaled.
 struct Item {
   at::Tensor tensor;
   const SlotLayout* layout = nullptr;
   float fill = 0.0F;
 };
 
-// Whether the tensor's memory holds its elements, as they read, in the slot's order.
+// Whether the tensor's memory holds its elements, as read, in the slot's order.
 bool in_slot_order(const at::Tensor& tensor, const SlotLayout& layout);
 
 kernels::DType kernel_dtype(at::ScalarType dtype);
@@ -50,8 +51,8 @@ class SegmentTable {
  public:
   enum class Way { kGather, kScatter, kScatterAdd };
 
-  // The slots must fit in a flat buffer of `numel` elements on `device`. Items without tensor count as `dtype` where there are
-  // no others.
+  // The slots must fit in a flat buffer of `numel` elements on `device`. Items without tensor count
+  // as `dtype` if there are no others.
   SegmentTable(const std::vector<Item>& items, Way way, int64_t numel, at::Device device,
                at::ScalarType dtype);
   // Copies temporaries to the tensors they stand for.
@@ -72,11 +73,12 @@ class SegmentTable {
   std::vector<std::pair<at::Tensor, at::Tensor>> reordered_;  // tensor, temporary
 };
 
-// The part of `segments` that covers elements [begin, end) of their concatenation, cut at multiples of `block` within each.
+// Returns the part of `segments` that covers elements [begin, end) of their concatenation, cut at
+// multiples of `block` within each.
 std::vector<kernels::Segment> slice(const std::vector<kernels::Segment>& segments, int64_t begin,
                                     int64_t end, size_t element_size, int64_t block);
 
-// The parts of `segments` that lie in elements [begin, end) of the flat buffer.
+// Returns the parts of `segments` that lie in elements [begin, end) of the flat buffer.
 std::vector<kernels::Segment> clip(const std::vector<kernels::Segment>& segments, int64_t begin,
                                    int64_t end, size_t element_size);
 
@@ -86,8 +88,8 @@ struct Grid {
   int64_t block;
 };
 
-// on_cpu(segments, count) for parts of `segments` that together are all of them, on the intra-op threads; or
-// on_cuda(segments, count, stream) for all at once. See run_kernel().
+// Runs on_cpu(segments, count) for parts that together make up `segments`, on the intra-op threads;
+// or on_cuda(segments, count, stream) for all at once. See run_kernel().
 template <typename Cpu, typename Cuda>
 void run_on_segments(const std::vector<kernels::Segment>& segments, at::Device device, Grid grid,
                      const Cpu& on_cpu, const Cuda& on_cuda) {

@@ -24,7 +24,7 @@ void drop_reference(void* storage) {
   c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(storage));
 }
 
-// Makes any access to the elements raise `message`, until `allow_access()`, where this version of
+// Makes any access to the elements raise `message`, until `allow_access()`, if this version of
 // torch can.
 template <typename Storage>
 auto forbid_access(Storage& storage, const std::string& message, int /*preferred*/)
@@ -60,7 +60,7 @@ at::Tensor BlockPool::take(int64_t numel, at::ScalarType dtype, at::Device devic
   return typed(block, numel, dtype);
 }
 
-// A free block of that size or, as long as there is no mark to keep, of a little more.
+// Returns a free block of that size or, without a mark, of a little more.
 at::Tensor BlockPool::find(int64_t bytes) {
   const bool marked = mark_ != kNoMark;
   const int64_t most = marked ? bytes : bytes + bytes / 4;
@@ -99,7 +99,7 @@ void BlockPool::give(const at::Tensor& block) {
   const auto is_it = [&](const Lent& lent) { return lent.storage._unsafe_get_target() == storage; };
   lent_.erase(std::remove_if(lent_.begin(), lent_.end(), is_it), lent_.end());
   free_.push_back(typed(block, static_cast<int64_t>(block.storage().nbytes()), at::kByte));
-  // Free blocks must not exceed what two requests can use.
+  // Free blocks must not exceed the size of two largest requests.
   while (free_bytes() > 2 * largest_) free_.erase(free_.begin());
 }
 

@@ -1,4 +1,4 @@
-// Tensors whose memory comes and goes, and the memory that goes around between them.
+// Tensors whose memory comes and goes, and the pool of memory that they share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,8 +16,8 @@ class BlockPool {
  public:
   static constexpr int64_t kNoMark = std::numeric_limits<int64_t>::max();
 
-  // `mark`: bytes that blocks should not exceed together. A request beyond it is granted, but no
-  // free block is kept then.
+  // `mark`: bytes that all blocks together should not exceed. A request beyond it is granted, but
+  // no free block is kept then.
   explicit BlockPool(int64_t mark = kNoMark) : mark_(mark) {}
 
   // One-dimensional, uninitialised.
@@ -26,11 +26,11 @@ class BlockPool {
   void give(const at::Tensor& block);
   // Frees blocks that are not in use.
   void trim() { free_.clear(); }
-  // Bytes of all blocks that there ever were at once, lent ones and free ones.
+  // Returns the peak of the bytes of all blocks, lent and free.
   int64_t most() const { return most_; }
 
  private:
-  // A block that is in use, unless it is gone.
+  // A block that is in use, unless it has been freed.
   struct Lent {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     int64_t bytes = 0;
@@ -54,19 +54,19 @@ class Loan {
  public:
   Loan(int64_t numel, at::ScalarType dtype, at::Device device);
 
-  // Shares the storage, but no version counter: what is written to it is no change that autograd would notice.
+  // Shares the storage, but no version counter: autograd does not notice writes to it.
   const at::Tensor& flat() const { return flat_; }
   bool has_memory() const { return block_.defined(); }
   // Sets the error of an operation that reads or writes the elements while there is no memory.
   // Versions of torch that cannot raise there (before 2.13) crash or find a storage of no bytes.
   void set_absence(std::string message);
-  // `block`: of as many elements.
+  // Gives the tensor memory. `block`: of as many elements.
   void lend(const at::Tensor& block);
-  // Returns the block that had been lent; undefined: there was none.
+  // Takes the memory away and returns the lent block; undefined: there was none.
   at::Tensor take_back();
 
  private:
-  // The storage has no memory, and says so where torch can.
+  // Marks the storage as without memory, so that access raises if torch can.
   void mark_absent();
 
   std::string absence_;

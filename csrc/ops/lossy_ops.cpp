@@ -46,7 +46,8 @@ void select_largest(const at::Tensor& values, const at::Tensor& positions) {
       [&] { select_largest_by_torch(values, positions); });
 }
 
-// Magnitude in the upper half, how far from the end in the lower one: no two are equal, so which are largest is settled.
+// Keys hold the magnitude in the upper half and the distance from the end in the lower half: no two
+// are equal, so the choice of the largest is unique.
 void select_largest_by_torch(const at::Tensor& values, const at::Tensor& positions) {
   const at::NoGradGuard no_grad;
   const int64_t numel = values.numel();

@@ -12,8 +12,8 @@ namespace fastsync::ops {
 
 using kernels::kSquareBlock;
 
-// The sum of the squares of each tensor's elements, on a CPU: in fp64, and the same on every rank that has the same elements,
-// however many threads it has. Sparse tensors count with their values.
+// The sum of the squares of each tensor's elements, on a CPU: in fp64, and the same on every rank
+// that has the same elements, however many threads it has. Sparse tensors count with their values.
 std::vector<double> square_sums(const std::vector<at::Tensor>& tensors);
 
 // Whether each tensor holds neither NaN nor infinity. On a device the host waits for the answer.

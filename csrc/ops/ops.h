@@ -1,4 +1,5 @@
-// Pack and unpack on at::Tensors: checks, dtype and device dispatch, and the stream, in front of `kernels/`.
+// Pack and unpack on at::Tensors: checks, dtype and device dispatch, and the stream, in front of
+// `kernels/`.
 //
 // This is the only place where pointers leave tensors, and only for the length of one call.
 #pragma once
@@ -13,22 +14,24 @@
 
 namespace fastsync::ops {
 
-// flat[layout] = cast(tensor * scale) for every item: one kernel per (tensor dtype), one launch as a rule. A tensor whose
-// strides differ from its layout goes through a temporary copy.
+// flat[layout] = cast(tensor * scale) for every item: one kernel per tensor dtype, usually one
+// launch. A tensor whose strides differ from its layout goes through a temporary copy.
 void pack(const std::vector<Item>& items, const at::Tensor& flat, double scale);
 
-// tensor = cast(flat[layout] * scale), plus the old value when `accumulate`. Bumps the tensors' version counters.
+// tensor = cast(flat[layout] * scale), plus the old value when `accumulate`. Bumps the tensors'
+// version counters.
 void unpack(const std::vector<Item>& items, const at::Tensor& flat, double scale, bool accumulate);
 
-// A storage of its own for the memory of `flat`, on a CPU, at `layout`. It keeps all of that memory.
+// Makes a separate storage for the memory of `flat`, on a CPU, at `layout`. It keeps all of that
+// memory alive.
 c10::Storage part_of(const at::Tensor& flat, const SlotLayout& layout);
 
-// Whether `part` still is that memory: storages can be given other memory.
+// Whether `part` still has that memory: storages can be given other memory.
 bool is_part_of(const c10::Storage& part, const at::Tensor& flat, const SlotLayout& layout);
 
-// A tensor of the layout's sizes that shares `flat`'s memory at `layout`, and its storage, or that of the `part` there. Costs no
-// dispatched operation and carries no autograd view metadata, so optimizers may detach or zero it. Needs flat and tensor of
-// equal real dtype.
+// A tensor of the layout's sizes that shares `flat`'s memory at `layout`, and its storage, or that
+// of the `part` there. Costs no dispatched operation and carries no autograd view metadata, so
+// optimizers may detach or zero it. Needs flat and tensor of equal real dtype.
 at::Tensor view_of(const at::Tensor& flat, const SlotLayout& layout, at::ScalarType dtype,
                    const c10::Storage& part = {});
 

@@ -1,4 +1,4 @@
-// How work is divided among torch's intra-op threads.
+// Division of work among torch's intra-op threads.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -16,7 +16,8 @@ inline bool stays_here(int64_t elements) {
   return elements < 2 * kGrain || at::get_num_threads() == 1 || at::in_parallel_region();
 }
 
-// Calls run(begin, end) for ranges that together are [0, count); each of the `count` things is work on `each` elements.
+// Calls run(begin, end) for ranges that together are [0, count); each of the `count` units is work
+// on `each` elements.
 template <typename Run>
 void parallel_ranges(int64_t count, int64_t each, const Run& run) {
   const int64_t elements = std::max<int64_t>(1, each);

@@ -16,7 +16,7 @@ at::Tensor BufferPool::take(int64_t numel, at::ScalarType dtype, at::Device devi
     best = find(numel, dtype);
   }
   if (best == free_.end()) {
-    // Buffers that are too small now have served smaller buckets, and would stay for ever.
+    // Buffers that are now too small served smaller buckets, and would stay forever.
     const auto small = [&](const at::Tensor& buffer) { return buffer.numel() < numel; };
     free_.erase(std::remove_if(free_.begin(), free_.end(), small), free_.end());
     lent_.push_back(make(numel, dtype, device));
@@ -31,7 +31,7 @@ BufferPool::Free::iterator BufferPool::find(int64_t numel, at::ScalarType dtype)
   constexpr int64_t kMuchLarger = 4;
   auto best = free_.end();
   for (auto buffer = free_.begin(); buffer != free_.end(); ++buffer) {
-    // One that is much larger will be wanted for what it was made for.
+    // A much larger buffer is left for the bucket that it was made for.
     const bool fits = buffer->scalar_type() == dtype && buffer->numel() >= numel &&
                       buffer->numel() < kMuchLarger * numel;
     if (fits && (best == free_.end() || buffer->numel() < best->numel())) best = buffer;

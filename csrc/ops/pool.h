@@ -1,4 +1,4 @@
-// Memory that buckets take turns to use.
+// Memory that buckets use in turn.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,8 +10,8 @@
 
 namespace fastsync::ops {
 
-// Flat buffers that are used for a part of a step, and go from one bucket to the next. A CPU's fresh memory costs as much as
-// filling it; devices' allocators have pools themselves.
+// Flat buffers that are used for a part of a step, and go from one bucket to the next. A CPU's
+// fresh memory costs as much as filling it; devices' allocators have pools themselves.
 class BufferPool {
  public:
   using Make = std::function<at::Tensor(int64_t numel, at::ScalarType dtype, at::Device device)>;

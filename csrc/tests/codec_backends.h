@@ -1,4 +1,5 @@
-// The implementations of the wire formats that the tests run: the CPU's, and the CUDA kernels through the shim.
+// The implementations of the wire formats that the tests run: the CPU's, and the CUDA kernels
+// through the shim.
 #pragma once
 
 #include "codec_model.h"

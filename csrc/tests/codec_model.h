@@ -172,7 +172,8 @@ class Numbers {
     }
   }
 
-  // Also chooses what kEdge stands for: a format's largest number times a power of two, or a float next to it.
+  // Also chooses what kEdge stands for: a format's largest number times a power of two, or a float
+  // next to it.
   Kind random_kind() {
     const double edges[] = {65504, 448, 57344, 127, 7};
     const double steps[] = {-1, 0, 1};

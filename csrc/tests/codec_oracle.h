@@ -1,5 +1,5 @@
-// A slow model of the wire formats that shares nothing with csrc/kernels/codec_element.h: numbers are doubles, minifloats a
-// table of all values by definition, scales are found by search.
+// A slow model of the wire formats that shares nothing with csrc/kernels/codec_element.h: numbers
+// are doubles, minifloats a table of all values by definition, scales are found by search.
 #pragma once
 
 #include <algorithm>
@@ -40,8 +40,9 @@ inline uint32_t random_number(uint64_t seed, int64_t index) {
   return static_cast<uint32_t>(x ^ x >> 16);
 }
 
-// All numbers of a small floating-point format. With infinities, the largest exponent field holds them and the NaNs, as in
-// IEEE 754; else only the code with all bits set is a NaN (OCP 8-bit Floating Point Specification, E4M3).
+// All numbers of a small floating-point format. With infinities, the largest exponent field holds
+// them and the NaNs, as in IEEE 754; else only the code with all bits set is a NaN (OCP 8-bit
+// Floating Point Specification, E4M3).
 class Minifloat {
  public:
   Minifloat(int exponent_bits, int fraction_bits, bool infinities)

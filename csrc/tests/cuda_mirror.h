@@ -1,8 +1,10 @@
-// Runs a kernel's launcher on a device for tests that hold host memory: every buffer that they name gets a copy on the
-// device, at the same distance from a 256-byte boundary, and what the kernel wrote is copied back.
+// Runs a kernel's launcher on a device for tests that hold host memory: every buffer that they name
+// gets a copy on the device, at the same distance from a 256-byte boundary, and what the kernel
+// wrote is copied back.
 //
-// Each buffer is an allocation of its own, which ends where the buffer ends, so that compute-sanitizer sees accesses past it.
-// Bytes in front of it hold a pattern, which must survive. Where there are too many for that they share one allocation.
+// Each buffer is an allocation of its own, which ends where the buffer ends, so that
+// compute-sanitizer sees accesses past it. Bytes in front of it hold a pattern, which must survive.
+// Where there are too many for that they share one allocation.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,8 +1,8 @@
-// Enough of CUDA to compile a .cu file as C++ and run its kernels on the host, one thread after another; threads of a warp
-// take turns at shuffles (cuda_warp.h).
+// Enough of CUDA to compile a .cu file as C++ and run its kernels on the host, one thread after
+// another; threads of a warp take turns at shuffles (cuda_warp.h).
 //
-// Sound for indexing, tails, alignment and who waits for whom, above all under sanitizers; it says nothing about
-// streams, memory order or speed. Include it before the .cu file.
+// Sound for indexing, tails, alignment and who waits for whom, above all under sanitizers; it says
+// nothing about streams, memory order or speed. Include it before the .cu file.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,9 @@
-// The threads of a warp as fibers, so that a kernel with shuffles runs on the host as it is written.
+// The threads of a warp as fibers, so that a kernel with shuffles runs on the host as it is
+// written.
 //
-// A thread that shuffles leaves its value and waits until all threads of its warp have; a warp whose threads disagree on
-// whether to shuffle, undefined on the device, is an error here. Threads that never wait share one fiber.
+// A thread that shuffles leaves its value and waits until all threads of its warp have; a warp
+// whose threads disagree on whether to shuffle, undefined on the device, is an error here. Threads
+// that never wait share one fiber.
 #pragma once
 
 #include <ucontext.h>
@@ -26,7 +28,8 @@ class Warp {
     return warp;
   }
 
-  // Calls body(first), ..., body(first + count - 1), and sets `index` to the argument whenever one of them runs.
+  // Calls body(first), ..., body(first + count - 1), and sets `index` to the argument whenever one
+  // of them runs.
   template <class Body>
   void run(unsigned& index, unsigned first, unsigned count, const Body& body) {
     index_ = &index;

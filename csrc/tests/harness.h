@@ -18,7 +18,8 @@ struct Case {
   std::function<void()> function;
 };
 
-// Runs the cases whose name contains one of the arguments (all without one). The exit code is 1 when a case fails.
+// Runs the cases whose name contains one of the arguments (all without one). The exit code is 1
+// when a case fails.
 inline int run_cases(const std::vector<Case>& cases, int argc, char** argv) {
   const std::vector<std::string> filters(argv + 1, argv + argc);
   const auto wanted = [&](const Case& test) {

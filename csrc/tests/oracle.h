@@ -1,5 +1,6 @@
-// A slow model of the element types that shares nothing with csrc/kernels/element.h: values are doubles, rounding is to
-// a multiple of a power of two, and every intermediate is exact or rounded once.
+// A slow model of the element types that shares nothing with csrc/kernels/element.h: values are
+// doubles, rounding is to a multiple of a power of two, and every intermediate is exact or rounded
+// once.
 #pragma once
 
 #include <cmath>
@@ -34,7 +35,8 @@ inline Format format_of(DType dtype) {
   }
 }
 
-// `value` rounded to the nearest number of the format, ties to even, beyond the largest to infinity.
+// `value` rounded to the nearest number of the format, ties to even, beyond the largest to
+// infinity.
 inline double rounded(double value, DType dtype) {
   if (dtype == DType::kFloat64 || value == 0 || !std::isfinite(value)) return value;
   const Format format = format_of(dtype);
@@ -94,7 +96,8 @@ inline bool matches(DType dtype, uint64_t bits, double expected) {
   return value == expected && std::signbit(value) == std::signbit(expected);
 }
 
-// Products and sums of two floats rounded from double are correctly rounded: 53 bits exceed 2 * 24 + 2.
+// Products and sums of two floats rounded from double are correctly rounded: 53 bits exceed 2 * 24
+// + 2.
 inline double multiplied(double a, double b, DType compute) { return rounded(a * b, compute); }
 inline double added(double a, double b, DType compute) { return rounded(a + b, compute); }
 

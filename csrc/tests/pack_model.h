@@ -25,8 +25,8 @@ using kernels::element_size;
 using kernels::Segment;
 using kernels::Transfer;
 
-// `numel` elements that start `shift` elements after a 64-byte boundary, between guard bytes: AddressSanitizer reports
-// any access to them, and check_guards() a write in other builds.
+// `numel` elements that start `shift` elements after a 64-byte boundary, between guard bytes:
+// AddressSanitizer reports any access to them, and check_guards() a write in other builds.
 class GuardedBuffer {
  public:
   GuardedBuffer(DType dtype, int64_t numel, int shift)
@@ -90,7 +90,8 @@ class Random {
     return state_ >> 5;
   }
 
-  // Any bit pattern one time in four, NaNs and subnormals included; else a number between 1/8 and 16.
+  // Any bit pattern one time in four, NaNs and subnormals included; else a number between 1/8 and
+  // 16.
   uint64_t element(DType dtype) {
     const Format format = format_of(dtype);
     const uint64_t any = next() << 5 ^ next();

@@ -1,4 +1,5 @@
-// Sums over "ranks" that are threads of one process, each with its own mapping of every segment. For ThreadSanitizer too.
+// Sums over "ranks" that are threads of one process, each with its own mapping of every segment.
+// For ThreadSanitizer too.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -127,7 +128,8 @@ void many_are_under_way() {
   });
 }
 
-// Sums and exchanges take turns in one channel. Some ranks do not read, and buffers are overwritten once all are done.
+// Sums and exchanges take turns in one channel. Some ranks do not read, and buffers are overwritten
+// once all are done.
 void exchanges_are_read_before_they_change() {
   constexpr size_t kRanks = 3;
   constexpr int64_t kNumel = 30000;

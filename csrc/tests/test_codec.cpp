@@ -1,5 +1,5 @@
-// The wire formats against the oracle: encode, reduce and decode of whole payloads. Properties of the formats themselves are
-// in test_codec_formats.cpp.
+// The wire formats against the oracle: encode, reduce and decode of whole payloads. Properties of
+// the formats themselves are in test_codec_formats.cpp.
 #include <utility>
 
 #include "codec_backends.h"
@@ -125,7 +125,8 @@ class EncodeCheck {
   std::vector<double> residual_wanted_;
 };
 
-// Any numbers coded by the oracle; now and then a block of zero bytes, or of any bytes but for its scale.
+// Any numbers coded by the oracle; now and then a block of zero bytes, or of any bytes but for its
+// scale.
 void fill_wire(WireBuffer& payload, const PayloadLayout& layout, int64_t chunks, Numbers& numbers) {
   const int64_t block = block_of(layout.format);
   for (int64_t first = 0; first < chunks * layout.chunk_numel; first += block) {

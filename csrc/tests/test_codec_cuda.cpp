@@ -1,4 +1,5 @@
-// Launches of the wire formats' CUDA kernels, counted by the shim: as many as needed, of blocks that all have work.
+// Launches of the wire formats' CUDA kernels, counted by the shim: as many as needed, of blocks
+// that all have work.
 #include <utility>
 
 #include "codec_model.h"

@@ -92,7 +92,8 @@ void decodes_every_code(const CodecBackend& backend, Wire format) {
   }
 }
 
-// Each finite number of the format, next to the largest one, survives: the block's scale is 1 (or 2^12).
+// Each finite number of the format, next to the largest one, survives: the block's scale is 1 (or
+// 2^12).
 void encodes_every_number_exactly(const CodecBackend& backend, Wire format) {
   if (format == Wire::kFloat32) return;
   for (const float unit : {1.0f, 4096.0f}) {
@@ -151,7 +152,8 @@ Bound bound_of(Wire format) {
   return {};
 }
 
-// Largest magnitudes on both sides of each power of two and of each step of the scale, with elements at the worst places.
+// Largest magnitudes on both sides of each power of two and of each step of the scale, with
+// elements at the worst places.
 std::vector<float> adversarial_block(Wire format, int index, Numbers& numbers) {
   const double powers[] = {std::ldexp(1, -100), 1e-8, 1.0, 7.0, 127.0, 448.0, 65504.0, 9e37};
   const double nudges[] = {1,          1 - 0x1p-24, 1 + 0x1p-23, 1 + 0x1p-8,
@@ -226,7 +228,8 @@ void keeps_the_bound_of_tiny_blocks(const CodecBackend& backend, Wire format) {
 
 // --- Error feedback ---
 
-// value + old residual = decoded + new residual, but for the roundings of that sum and of what was lost.
+// value + old residual = decoded + new residual, but for the roundings of that sum and of what was
+// lost.
 void loses_nothing_to_the_residual(const CodecBackend& backend, Wire format) {
   Numbers numbers;
   OneTensor tensor(backend, format, 3000);

@@ -1,4 +1,5 @@
-// The arithmetic of device times, with events whose device is a pair of numbers: how far it has come, and when it came to each.
+// The arithmetic of device times, with events whose device is a pair of numbers: how far it has
+// come, and when it came to each.
 #include <cmath>
 #include <cstdint>
 #include <memory>

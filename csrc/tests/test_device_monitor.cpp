@@ -1,4 +1,5 @@
-// What looks out beside the script: when it asks the device, and what it does once there is a fault. Meant for ThreadSanitizer too.
+// Tests of the fault monitor of devices: when it queries the device, and its actions once there is
+// a fault. Meant for ThreadSanitizer, too.
 #include <atomic>
 #include <chrono>
 #include <future>
@@ -14,7 +15,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// What the ranks' watch would answer.
+// Answers in place of the ranks' watch.
 struct Ranks {
   std::atomic<bool> troubled{false};
   std::atomic<bool> known{false};
@@ -112,7 +113,7 @@ void ends_a_script_that_does_not_come_back() {
   EXPECT(ranks.aborts == 1, "before, its waits are ended: ", ranks.aborts.load());
 }
 
-// Its thread outlives the monitor.
+// The thread of the blocked abort lives longer than the monitor.
 void waits_for_no_abort_that_blocks() {
   const auto goes_on = std::make_shared<std::promise<void>>();
   const std::shared_future<void> may_go(goes_on->get_future());

@@ -1,4 +1,5 @@
-// The conversions of csrc/kernels/element.h against the oracle: every fp16 and bf16 number, and every rounding boundary.
+// The conversions of csrc/kernels/element.h against the oracle: every fp16 and bf16 number, and
+// every rounding boundary.
 #include <cmath>
 
 #include "../kernels/element.h"
@@ -58,7 +59,8 @@ void encodes_every_boundary() {
     const T low{static_cast<uint16_t>(bits)};
     const T high{static_cast<uint16_t>(bits + 1)};
     const float value = kernels::widen(low);
-    // Averaging float bit patterns gives the midpoint: neighbours share an exponent or are its ends.
+    // Averaging float bit patterns gives the midpoint: neighbours share an exponent or are its
+    // ends.
     const float next = std::isinf(kernels::widen(high)) ? 2 * value : kernels::widen(high);
     const auto middle =
         static_cast<float>((static_cast<double>(value) + static_cast<double>(next)) / 2);
@@ -91,7 +93,8 @@ void encodes_special_floats() {
 }
 
 void accumulation_rounds_product_and_sum() {
-  // 1 + e squared is 1 + 2e + e^2: a fused multiply-add keeps the e^2 that rounding the product drops.
+  // 1 + e squared is 1 + 2e + e^2: a fused multiply-add keeps the e^2 that rounding the product
+  // drops.
   const float one_and_bit = float_of(0x3f800001);
   const volatile float factor = one_and_bit;
   const float product = float_of(bits_of(factor * factor));

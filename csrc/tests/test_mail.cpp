@@ -1,4 +1,5 @@
-// Letters between "ranks" that are threads of one process, each with its own mapping of every segment. For ThreadSanitizer too.
+// Letters between "ranks" that are threads of one process, each with its own mapping of every
+// segment. For ThreadSanitizer too.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -46,7 +47,8 @@ uint64_t word_of(size_t rank, size_t tag, uint64_t number, size_t i) {
   return ((rank * 31 + tag) * 1009 + number) * 4001 + i;
 }
 
-// A rank's exchanges: each posts a letter, and reads those of the others some exchanges later, or never.
+// A rank's exchanges: each posts a letter, and reads those of the others some exchanges later, or
+// never.
 class Exchanges {
  public:
   Exchanges(Rank& rank, size_t self) : segment_(*rank.segment), mail_(*rank.mail), self_(self) {}
@@ -108,7 +110,8 @@ struct Order {
   uint64_t number;
 };
 
-// Tags in an order that all ranks have in common, as units have, but each rank exchanges some neighbours.
+// Tags in an order that all ranks have in common, as units have, but each rank exchanges some
+// neighbours.
 std::vector<Order> orders_of(size_t rank, size_t count) {
   std::mt19937 common(7);
   std::vector<Order> orders;

@@ -1,4 +1,5 @@
-// pack and unpack against the model in pack_model.h, for the CPU kernels and for the CUDA kernels run through the shim.
+// pack and unpack against the model in pack_model.h, for the CPU kernels and for the CUDA kernels
+// run through the shim.
 #include <limits>
 #include <utility>
 

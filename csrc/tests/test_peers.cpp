@@ -1,4 +1,5 @@
-// Connections between ranks: news reaches all that live, and ends are seen. Meant for ThreadSanitizer too.
+// Connections between ranks: news reaches all that live, and ends are seen. Meant for
+// ThreadSanitizer too.
 #include <chrono>
 #include <future>
 #include <map>

@@ -91,7 +91,8 @@ void selects_of_any_bits() {
   });
 }
 
-// Numbers that only the lower half of their bits tells apart: all fall into one bin of the first histogram.
+// Numbers that only the lower half of their bits tells apart: all fall into one bin of the first
+// histogram.
 void selects_of_neighbours() {
   expect_selections_of([](Random& random, size_t) {
     const uint32_t low = static_cast<uint32_t>(random.next()) & 0xffff;

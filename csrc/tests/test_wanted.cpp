@@ -14,7 +14,8 @@
 namespace fastsync::engine {
 namespace {
 
-// News of a rank that is in `place` where Python brings ranks together, and in `step` of its only model.
+// News of a rank that is in `place` where Python brings ranks together, and in `step` of its only
+// model.
 News in(Phase place, Phase step) {
   News news;
   for (const Phase phase : {place, step}) {
@@ -89,7 +90,8 @@ void who_codes_for_long_is_told_apart() {
   FS_CHECK(text.find("; its codec has been at work for 12.3 s") != std::string::npos, text.c_str());
 }
 
-// A rank that others speak for cannot be in an earlier step than the one that has all averages of that step.
+// A rank that others speak for cannot be in an earlier step than the one that has all averages of
+// that step.
 void an_old_report_does_not_place_a_rank_in_an_earlier_step() {
   News news = in(Phase::kBetweenSteps, Phase::kBetweenSteps);
   news.kind = News::Kind::kDied;

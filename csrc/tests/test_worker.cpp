@@ -1,4 +1,5 @@
-// Chains on the worker thread: order at every link, errors, and leaving early. Meant for ThreadSanitizer too.
+// Chains on the worker thread: order at every link, errors, and leaving early. Meant for
+// ThreadSanitizer too.
 #include <atomic>
 #include <chrono>
 #include <memory>

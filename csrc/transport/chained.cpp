@@ -116,8 +116,8 @@ class Chained final : public Transport {
     }
   }
 
-  // The average of what no rank used reaches nobody, and so must leave no trace in what error feedback keeps. Only this rank
-  // knows what it kept before.
+  // The average of a parameter that no rank used is not delivered, so it must not change the
+  // residual. Only this rank knows the residual of before.
   void keep_residuals() {
     const at::Tensor flat = coding_->residual();
     kept_.assign(slots_.size(), at::Tensor());
@@ -137,7 +137,8 @@ class Chained final : public Transport {
     coding_->load_residual(flat);
   }
 
-  // Gradients whose averages may be written as they arrive. What this rank used is certain to get one.
+  // Returns the gradients whose averages may be written as they arrive. A parameter that this rank
+  // used is certain to get one.
   Delivery delivery() {
     Delivery delivery;
     if (repeatable_ || !coding_->works_on_parts()) return delivery;
@@ -159,9 +160,9 @@ class Chained final : public Transport {
   std::unique_ptr<Coding> coding_;
   Slots& slots_;
   std::shared_ptr<comm::Chains> chains_;
-  bool repeatable_ = false;             // the running step is
+  bool repeatable_ = false;             // of the running step
   at::Tensor before_;                   // the residual before it, or before an earlier one
-  std::vector<at::Tensor> kept_;        // residuals of what this rank did not use, before the step
+  std::vector<at::Tensor> kept_;        // residuals of unused parameters, before the step
   std::vector<const void*> delivered_;  // gradients whose averages are written on arrival, by slot
 };
 

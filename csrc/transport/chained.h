@@ -1,13 +1,15 @@
 // Transport of buckets that travel as codes, through a chain of collectives.
 //
 // [Note: repeatable steps]
-// After a death the survivors may average a step again (reducer_elastic.cpp), each from what it had before: its gradients, and
-// what error feedback had kept back. Both stay until the averages are delivered, which is after the vote that ends the step:
+// After a death the survivors may average a step again (reducer_elastic.cpp), each from its
+// gradients and its error-feedback residual of before the step. Both stay until the averages are
+// delivered, after the vote that ends the step:
 //
-//   * Gradients are read where autograd has put them. Averages are written there in deliver() alone, and not as they come.
-//   * Codes change the residual: those of gradients, and in the two-shot form those of sums. It is copied before the first of
-//     them. deliver() makes the new one count; abandon() goes back to the copy. Chains that are left behind may still sum, and
-//     keep the buffers that they write to.
+//   * Gradients are read where autograd has put them. Averages are written there in deliver()
+//     alone, not as they arrive.
+//   * Coding changes the residual: coding of gradients and, in the two-shot form, of sums. It is
+//     copied before the first coding. deliver() keeps the new residual; abandon() goes back to the
+//     copy. Abandoned chains may still sum, and keep the buffers that they write to.
 #pragma once
 
 #include <memory>
@@ -18,7 +20,7 @@
 
 namespace fastsync::engine {
 
-// The slots must outlive it.
+// The slots must live longer than the transport.
 std::unique_ptr<Transport> make_chained(std::unique_ptr<Coding> coding, Slots& slots,
                                         std::shared_ptr<comm::Chains> chains);
 

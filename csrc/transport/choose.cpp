@@ -12,7 +12,7 @@
 namespace fastsync::engine {
 namespace {
 
-// A training on one rank sends nothing.
+// The transport of a training on one rank, which sends nothing.
 class Alone final : public Transport {
  public:
   void take(size_t /*slot*/, const Packing& /*how*/) override {}
@@ -50,7 +50,8 @@ std::unique_ptr<Regions> regions_of(const BucketSpec& spec, const Routes& routes
   return make_node_regions(layout, coded, like.device(), routes.chains, routes.pool);
 }
 
-// Shared memory, where the ranks have some: a sparse gradient's bucket has its flags in the group, after its rows.
+// Returns the carrier of sums: shared memory if the ranks have it. The bucket of a sparse gradient
+// sends its flags over the group, after its rows.
 std::shared_ptr<comm::Collective> sum_over(const BucketSpec& spec, const Routes& routes,
                                            at::Device device) {
   if (routes.memory && device.is_cpu() && !spec.sparse) return routes.memory;

@@ -1,4 +1,4 @@
-// Choice of a bucket's transport: the one place that asks for the bucket's kind.
+// Chooses a bucket's transport: the one place that depends on the bucket's kind.
 #pragma once
 
 #include <memory>
@@ -33,17 +33,17 @@ struct BucketSpec {
 struct Routes {
   std::shared_ptr<comm::Collective> group;
   std::shared_ptr<comm::Chains> chains;  // for codes
-  std::shared_ptr<comm::Hook> hook;      // the user's, who reduces the buckets
-  std::shared_ptr<comm::Collective>
-      shards;  // the group's ranks, for regions; on a CPU none but these use it
+  std::shared_ptr<comm::Hook> hook;      // of the user, reduces the buckets
+  // The group's ranks, for regions; on a CPU only regions use it.
+  std::shared_ptr<comm::Collective> shards;
   std::shared_ptr<comm::Collective> memory;  // which the ranks share; null: they do not
   std::shared_ptr<ops::BufferPool> pool = std::make_shared<ops::BufferPool>();
 
-  // Whether anything is sent at all.
+  // Whether this rank sends at all.
   bool communicate() const { return hook != nullptr || group->size() > 1; }
 };
 
-// The transport of bucket `index` of `count`. `slots` must live longer.
+// Makes the transport of bucket `index` of `count`. `slots` must live longer.
 std::unique_ptr<Transport> choose_transport(const BucketSpec& spec, Slots& slots,
                                             const Routes& routes, size_t index, size_t count);
 

@@ -1,4 +1,5 @@
-// Buffers of codes that travel between ranks in the two-shot or the gather form, and what is done to them.
+// Buffers of codes that travel between ranks in the two-shot or the gather form, and the operations
+// on them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,7 +13,7 @@
 
 namespace fastsync::engine {
 
-// The coder that the spec asks for, on payloads of `plan`.
+// Makes the coder that the spec requires, for payloads of `plan`.
 std::shared_ptr<Coder> make_coder(const CodedSpec& spec, const ops::CodePlan& plan);
 
 // Parts of the buffers that travel together.
@@ -22,25 +23,25 @@ struct CodePiece {
   at::Tensor sum;
 };
 
-// Shared with collectives under way, which may end after the bucket.
+// Shared with collectives in flight, which may end after the bucket.
 struct CodeBuffers {
   // Buffers of rank `my_rank` among `all_ranks` that exchange codes.
   CodeBuffers(const CodedSpec& coded, int my_rank, int all_ranks, at::Device on);
 
-  // Others of the same kind, for collectives that still write to these.
+  // Returns new ones of the same kind, when collectives still write to these.
   std::shared_ptr<CodeBuffers> renewed() const;
-  // Zeros where nothing is ever written: between the slots.
+  // Allocates, with zeros where nothing is ever written: between the slots.
   void allocate();
 
   int32_t sources() const { return spec.gather ? ranks : 1; }
   int64_t chunks() const { return spec.pieces * (spec.gather ? 1 : ranks); }
   int64_t piece_numel() const { return plan.numel / spec.pieces; }
-  // How codes enter `sent`.
+  // Returns how codes are laid out in `sent`.
   ops::Encoding encoding() const;
   void encode(const std::vector<ops::Item>& items, const ops::Encoding& how) const {
     coder->encode(items, residual, sent, how);
   }
-  // My chunk of a piece that has come from all ranks.
+  // Sums my chunk of a piece that has arrived from all ranks.
   void sum(int64_t piece) const;
 
   CodedSpec spec;
@@ -50,7 +51,7 @@ struct CodeBuffers {
   ops::CodePlan plan;
   ops::CodePlan flags_plan;
   std::shared_ptr<Coder> coder;
-  std::shared_ptr<Coder> flags_coder;  // null where no flags travel
+  std::shared_ptr<Coder> flags_coder;  // null if no flags travel
   at::Tensor sent;      // in the gather form `received`, where each rank has a part of every piece
   at::Tensor received;  // in the two-shot form first the others' parts of my chunk, then all sums
   at::Tensor sums;

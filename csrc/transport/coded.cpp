@@ -13,7 +13,7 @@ namespace fastsync::engine {
 
 namespace {
 
-// One piece on its way; the last thing done with it is to deliver its averages.
+// One piece in flight; its last stage delivers its averages.
 class OnePiece : public comm::Links {
  public:
   OnePiece(std::shared_ptr<const CodeBuffers> buffers, std::shared_ptr<const Delivery> delivery,
@@ -75,7 +75,7 @@ class Coded final : public Coding {
     buffers_->encode(items, encoding(how));
   }
 
-  // Only what the first piece needs, where it pays to have that on its way: launch() does the rest.
+  // Codes only the first piece if it pays to send it early; launch() codes the rest.
   void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
             Taking how) override {
     ops::Encoding encoding = this->encoding(how);
@@ -145,7 +145,7 @@ class Coded final : public Coding {
   }
 
  private:
-  // Gradients of which only the first piece is coded.
+  // The gradients of which only the first piece is coded.
   struct Rest {
     std::vector<ops::Item> items;
     ops::Encoding encoding;

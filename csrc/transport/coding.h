@@ -1,5 +1,6 @@
-// What a bucket's gradients become where they travel as codes: block formats, users' codecs, top-k. A Coding has
-// the buffers and makes the chain of collectives that carries them; the transport in chained.h gives it gradients.
+// The coded form of a bucket's gradients: block formats, users' codecs, top-k. A Coding owns the
+// buffers and makes the chain of collectives that carries them; the transport in chained.h gives it
+// gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,7 +14,8 @@
 
 namespace fastsync::engine {
 
-// Gradients that averages are written into as they arrive, and where they lie. Kept alive until then.
+// Gradients that averages are written into as they arrive, and their layouts. Kept alive until
+// then.
 struct Delivery {
   // Refer to the layouts here.
   std::vector<ops::Item> items() const {
@@ -32,14 +34,15 @@ struct Taking {
   uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
 };
 
-// Writes flags to `to`, fp32 [numel], and zeros after them. They are values of a kernel's arguments: a copy from the host would
-// wait for the stream of the backward, and could not be captured.
+// Writes flags to `to`, fp32 [numel], and zeros after them. They are values of a kernel's
+// arguments: a copy from the host would wait for the stream of the backward, and could not be
+// captured.
 void write_flags(const std::vector<float>& flags, const at::Tensor& to);
 // The same in a tensor of their own.
 // `added`: to the first of them; undefined: nothing.
 at::Tensor flags_on(at::Device device, const std::vector<float>& flags, int64_t numel,
                     const at::Tensor& added = {});
-// What kernels fill a flat buffer with: runs of equal values, the first at element `begin`.
+// Runs of equal values for kernels to fill a flat buffer with, the first at element `begin`.
 struct FlagRun {
   ops::SlotLayout layout;
   float value;
@@ -50,27 +53,28 @@ class Coding {
  public:
   virtual ~Coding() = default;
 
-  // Takes gradients, scaled. pack() comes once per step and ends the taking, and the items' layouts must live until
-  // launch(), which may read them; `flags` are summed over ranks exactly.
+  // Takes gradients, scaled. pack() comes once per step and takes the last of them. The items'
+  // layouts must live until launch(), which may read them; `flags` are summed over ranks exactly.
   virtual void take(const std::vector<ops::Item>& items, Taking how) = 0;
   virtual void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
                     Taking how) = 0;
   // Whether take() may be called for single gradients ahead of pack(), and launch() may deliver.
   virtual bool works_on_parts() const = 0;
-  // Writes the averages of `delivered` while the rest is still under way. Those tensors must be in their slots' order.
+  // Sends the bucket. Writes the averages of `delivery` while others are still in flight; its
+  // tensors must be in their slots' order.
   virtual std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery delivery) = 0;
   // Writes averages; only after the end of what launch() returned.
   virtual void unpack(const std::vector<ops::Item>& items) = 0;
   virtual bool has_flags() const = 0;
   virtual at::Tensor flags() const = 0;
   virtual at::Tensor flag(int64_t index) const = 0;
-  // Leaves its buffers to the work under way; the next step gets others.
+  // Leaves the buffers to collectives in flight; the next step gets others.
   virtual void abandon() = 0;
 
   // Bytes that this rank hands to collectives, and that leave it, in one step.
   virtual int64_t bytes() const = 0;
   virtual int64_t sent_bytes(const comm::Chains& chains) const = 0;
-  // The bytes among these that leave this rank's node, where the form knows of nodes.
+  // The bytes among these that leave this rank's node, if the form distinguishes nodes.
   virtual int64_t between_nodes_bytes() const { return 0; }
   // The residual of the averages, fp32 in the flat buffer's order; undefined without. The coding's
   // own memory, or a copy.

@@ -16,7 +16,7 @@
 namespace fastsync::engine {
 namespace {
 
-// Elements of which one is looked at: see [Note: squares of the buffer].
+// One element in so many is compared: see [Note: squares of the buffer].
 constexpr int64_t kProbe = 1024;
 
 }  // namespace
@@ -91,8 +91,8 @@ void Flat::ensure_flat() {
   new_buffer();
 }
 
-// Packing scales in-place gradients, and the sum of the parts may differ from the whole in the last bit. A parameter that
-// no rank used must keep its gradient exactly.
+// Packing scales in-place gradients, and the sum of the parts may differ from the whole in the last
+// bit. A parameter that no rank used must keep its gradient exactly.
 void Flat::keep_unused() {
   if (!missed_) return;
   const at::NoGradGuard no_grad;
@@ -102,7 +102,7 @@ void Flat::keep_unused() {
   }
 }
 
-// One for all where all gradients are in place.
+// Returns the items to pack; one for all if all gradients are in place.
 std::vector<ops::Item> Flat::items() const {
   bool all_in_place = true;
   for (size_t i = 0; i < slots_.size(); ++i) {
@@ -139,8 +139,9 @@ void Flat::install_view(size_t index) {
 
 void Flat::receive(const at::Tensor& /*result*/) { lend_to_current_stream(); }
 
-// The averages are read on this stream, and the user may be the last to let go of them. Their memory, which goes back to the
-// stream that it was allocated on, must not be handed out there while it is still read here.
+// The averages are read on this stream, and the user may drop the last reference to them. Their
+// memory returns to the stream that it was allocated on, and must not be reused there while this
+// stream still reads it.
 void Flat::lend_to_current_stream() const {
   if (!home_ || !flat().defined()) return;
   const c10::impl::VirtualGuardImpl guard(device().type());
@@ -260,10 +261,10 @@ class AllReduce final : public Flat {
 
   void abandon(bool in_flight) override {
     Flat::abandon(in_flight);
-    if (in_flight) squares_ = at::Tensor();  // others may still write to it
+    if (in_flight) squares_ = at::Tensor();  // collectives may still write to it
   }
 
-  // The bytes that a ring sends, where the backend decides.
+  // The bytes of a ring, if the backend chooses the algorithm.
   int64_t sent_bytes() const override {
     return ranks_->leaving(2 * bytes() * (ranks_->size() - 1) / ranks_->size());
   }
@@ -308,7 +309,7 @@ class AllReduce final : public Flat {
   }
 
   std::shared_ptr<comm::Collective> ranks_;
-  at::Tensor squares_;  // in the memory of `ranks_`; undefined where these do not sum squares up
+  at::Tensor squares_;  // in the memory of `ranks_`; undefined if these do not sum squares up
   bool squaring_ = false;
   std::optional<Counted> counted_;
 };

@@ -1,43 +1,46 @@
 // Transports that sum one flat buffer of gradients.
 //
 // [Note: gradients live in the bucket]
-// Where the buffer's dtype is the gradients' own (`FlatSpec::views`), `param.grad` becomes a view
-// of the flat buffer when it is packed: the tensor that autograd produced is freed and nothing is
+// If the buffer has the dtype of the gradients (`FlatSpec::views`), `param.grad` becomes a view of
+// the flat buffer when it is packed: the tensor that autograd produced is freed and nothing is
 // copied back. The memory is reused in the next step only while no other tensor can see it: every
 // reference to it must be the transport's own or a gradient that still sits in its own slot. A user
 // who kept `p.grad` of an earlier step therefore keeps its values; the bucket takes a new buffer.
-// Otherwise gradients stay where autograd put them, and deliver() writes the averages into them.
+// With another dtype gradients stay where autograd put them, and deliver() writes the averages into
+// them.
 //
 // [Note: a storage for each gradient]
-// Code that writes, copies or shares a tensor does so with its whole storage. So on CPUs each view
+// Code that saves, copies or shares a tensor does so with its whole storage. So on CPUs each view
 // has a storage of its own, as large as its slot, whose deleter releases the memory's storage
-// (ops::part_of). Three counts show who holds what: the buffer and the gradient in its slot refer
-// to a part; the transport alone refers to the flat buffer's storage; those alone refer to the
-// memory, whose storage is never handed out. Parts are made when a slot first needs one in new
-// memory, so a step that reuses its buffer makes none. A storage can be given other memory under
-// its tensors, as share_memory_() does, perhaps for another process to watch. Then the gradient has
-// moved out: it is packed like any other, and deliver() writes the average to where it is now, as
-// long as gradient and plan stay. On other devices the views share the buffer's storage. Only
-// memory that its allocator handed out as such can be recorded on another stream
-// (Tensor.record_stream) or be sent to another process: of a part, CUDA's ignores the first without
-// a word, so a gradient that was saved and let go could be overwritten while a stream still reads
-// it.
+// (ops::part_of). Three reference counts show what is in use: the buffer and the gradient in its
+// slot refer to a part; the transport alone refers to the flat buffer's storage; these alone refer
+// to the memory, whose storage is never handed out. Parts are made when a slot first needs one in
+// new memory, so a step that reuses its buffer makes none. A storage can be given other memory
+// under its tensors, as share_memory_() does, perhaps for another process to watch. Then the
+// gradient has moved out: it is packed like any other, and deliver() writes the average to its new
+// place, as long as gradient and plan stay. On other devices the views share the buffer's storage.
+// Only memory that its allocator handed out as such can be recorded on another stream
+// (Tensor.record_stream) or be sent to another process. For a part, CUDA's allocator silently
+// ignores the recording, so a gradient that was saved and dropped could be overwritten while a
+// stream still reads it.
 //
 // [Note: used flags]
-// After the gradients the flat buffer carries one element per slot, 1 where this rank produced a gradient since the last
-// synchronisation and 0 where not, and one more element for this rank's vote on a new plan. The sum over ranks tells for
-// free whether anyone used a parameter. Only a rank that missed a gradient has to read the flags back.
+// After the gradients the flat buffer carries one element per slot, 1 if this rank produced a
+// gradient since the last synchronisation and 0 if not, and one more element for this rank's vote
+// on a new plan. The sum over ranks shows at no cost whether any rank used a parameter. Only a rank
+// that missed a gradient has to read the flags back.
 //
 // [Note: early packing]
-// On a CPU a gradient that outgrows the caches is packed when it arrives: it is still in the last of them, and its memory is
-// free for the next layer's gradient. On a device one launch for the whole bucket matters more.
+// On a CPU a gradient that outgrows the caches is packed when it arrives: it is still in the last
+// of them, and its memory is free for the next layer's gradient. On a device one launch for the
+// whole bucket matters more.
 //
 // [Note: squares of the buffer]
-// Where a script clips gradients by their norm, the code that adds the buffer up reports the sum of
-// the squares of its elements. That is valid until a gradient is written to, which is known from
-// versions. Torch counts no writes through `.data`, so one element of each kProbe is compared
-// besides. In doubt the buffer is read, chunk by chunk: which gives the same bits, because ranks
-// that clip equal gradients must clip them alike.
+// If a script clips gradients by their norm, the code that adds the buffer up also reports the sum
+// of the squares of its elements. That sum is valid until a gradient is written to, which its
+// version shows. Torch does not count writes through `.data`, so one element in kProbe is compared
+// as well. In doubt the buffer is read, chunk by chunk. That gives the same bits: ranks that clip
+// equal gradients must clip them alike.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -53,7 +56,8 @@
 
 namespace fastsync::engine {
 
-// Bytes from which a gradient is taken when it arrives: more than a core's own cache holds besides.
+// Gradients of at least so many bytes are taken when they arrive: more than fits in a core's own
+// cache with other data.
 constexpr int64_t kEarlyBytes = 512 << 10;
 
 struct FlatSpec {

@@ -12,8 +12,9 @@ namespace {
 
 using InFlights = std::vector<std::unique_ptr<comm::InFlight>>;
 
-// Floats on their way: everyone's as packed, my shard of their sum, and the averages. Cut into pieces, and each into
-// shards. Averages have a buffer of their own: poison may reach the gaps between slots, and must not be sent from there.
+// Floats in flight: the packed gradients of all ranks, my shard of their sum, and the averages.
+// They are cut into pieces, and each piece into shards. Averages have a buffer of their own: poison
+// may reach the gaps between slots, and must not be sent from there.
 struct Floats {
   Floats(int64_t pieces, int64_t ranks, int64_t each, at::Device device)
       : shard_numel(each), ranks_(ranks) {
@@ -46,7 +47,8 @@ struct Floats {
   int64_t ranks_;
 };
 
-// Reduce-scatter inside the node, codes between nodes, all-gather inside the node. Codes are of my shard.
+// Reduce-scatter inside the node, codes between nodes, all-gather inside the node. Codes are of my
+// shard.
 struct NodeBuffers {
   NodeBuffers(const CodedSpec& spec, at::Device device)
       : codes(spec, static_cast<int>(spec.node), static_cast<int>(spec.nodes), device),
@@ -88,7 +90,8 @@ struct NodeBuffers {
   }
 };
 
-// Both forms between nodes take the same links, so that a chain of one form never overtakes one of the other.
+// Both forms between nodes use the same links, so that a chain of one form never overtakes one of
+// the other.
 class NodePiece final : public comm::Links {
  public:
   NodePiece(std::shared_ptr<const NodeBuffers> buffers, int64_t piece)
@@ -223,7 +226,7 @@ class Hierarchical final : public Coding {
   }
 
   std::shared_ptr<NodeBuffers> buffers_;
-  at::Tensor carried_;  // what I hold of others' shards; see [Note: residuals of a shard]
+  at::Tensor carried_;  // residual of other ranks' shards; see [Note: residuals of a shard]
 };
 
 }  // namespace

@@ -1,11 +1,12 @@
 // Gradients summed in full precision inside a node, and coded between nodes.
 //
-//   pack ─▶ reduce-scatter in the node ─▶ encode my shard ─▶ two-shot or gather among the ranks of my place in all nodes
+//   pack ─▶ reduce-scatter in the node ─▶ encode my shard
+//        ─▶ two-shot or gather among the ranks with my place in all nodes
 //        ─▶ decode my shard ─▶ all-gather in the node ─▶ unpack
 //
-// Of L ranks in each of n nodes every one codes and sends 1/L of the bucket: 2 (n-1)/n of the coded bucket over L leave a rank
-// for other nodes, and no gradient is rounded before its node's sum. ZeRO++ (Wang et al., 2023) and BytePS cut the way of
-// gradients at the same place.
+// Of L ranks in each of n nodes every one codes and sends 1/L of the bucket: 2 (n-1)/n of the coded
+// bucket over L leave a rank for other nodes, and no gradient is rounded before its node's sum.
+// ZeRO++ (Wang et al., 2023) and BytePS cut the way of gradients at the same place.
 //
 // [Note: residuals of a shard]
 // A rank loses precision, and so keeps a residual, in its own shard only. A new plan moves shards

@@ -74,7 +74,7 @@ class Hooked final : public Flat {
   HookPlace place_;
   int ranks_;
   ops::SlotLayout layout_;  // the buffer in elements of the parameters' dtype, which may be complex
-  at::Tensor view_;         // what the hook is handed, of the step's buffer
+  at::Tensor view_;         // of the step's buffer, for the hook
 };
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Transport of buckets that a communication hook reduces.
 //
-// The buffer belongs to the hook while it runs, so it holds gradients and nothing else, as they were computed. The hook is handed
-// one view of it, which is kept: backends that hold what they were given for a while then hold nothing new.
+// The buffer belongs to the hook while the hook runs, so it holds only gradients, as they were
+// computed. The hook gets one view of it, and the same view each step: backends that keep their
+// input for a while then keep no new memory.
 #pragma once
 
 #include <memory>
@@ -17,7 +18,8 @@ struct HookPlace {
   size_t count = 1;
 };
 
-// The bucket as the hook sees it: `buffer` holds its gradients, in elements of the parameters' dtype.
+// The bucket as the hook sees it: `buffer` holds its gradients, in elements of the parameters'
+// dtype.
 comm::HookBucket hook_bucket(const Slots& slots, const at::Tensor& buffer, HookPlace place);
 
 std::unique_ptr<Flat> make_hooked(const FlatSpec& spec, Slots& slots,

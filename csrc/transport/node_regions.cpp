@@ -10,7 +10,8 @@
 namespace fastsync::engine {
 namespace {
 
-// A step's buffers. A shelf is what the ranks at one place in their nodes own: a chunk for each node, in fp32, with flags.
+// A step's buffers. A shelf holds the chunks of the ranks at one place in their nodes: a chunk for
+// each node, in fp32, with flags.
 struct NodeStep {
   at::Tensor packed;    // shelf by shelf
   at::Tensor shelves;   // mine, from each rank of my node; the first becomes their sum
@@ -19,7 +20,7 @@ struct NodeStep {
   uint64_t seed = 0;
 };
 
-// State that collectives under way share with the bucket, and may need after its end.
+// State that collectives in flight share with the bucket, and may need after its end.
 struct NodeCodes {
   NodeCodes(const RegionLayout& all, const CodedSpec& spec, at::Device device)
       : layout(all), codes(spec, spec.nodes, device) {}
@@ -130,7 +131,7 @@ class NodeRegions final : public Regions {
     codes_->codes.sum(step_.received, items, accumulate);
   }
 
-  // A chain under way still writes to its codes' residual, too.
+  // A chain in flight still writes to the residual of its codes, too.
   void end(bool in_flight) override {
     const NodeStep step = std::exchange(step_, NodeStep{});
     for (const at::Tensor& buffer : {step.packed, step.shelves, step.sent, step.received}) {
@@ -184,7 +185,7 @@ class NodeRegions final : public Regions {
     return flat.narrow(0, spec().node_rank * numel, numel);
   }
 
-  // Zeros between the parts, for they lie in the same blocks.
+  // The gaps between the parts are zeros, because they lie in the same blocks.
   const at::Tensor& packed() {
     if (!step_.packed.defined()) {
       const at::NoGradGuard no_grad;
@@ -199,7 +200,7 @@ class NodeRegions final : public Regions {
   std::shared_ptr<comm::Chains> chains_;
   std::shared_ptr<ops::BufferPool> pool_;
   NodeStep step_;
-  at::Tensor carried_;  // what I hold of others' shelves
+  at::Tensor carried_;  // residual of other ranks' shelves
 };
 
 }  // namespace

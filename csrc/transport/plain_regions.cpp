@@ -11,8 +11,8 @@ namespace {
 
 constexpr int64_t kChunkAlignment = 16;  // elements
 
-// Between CPUs each rank sends the others their chunks and keeps its own: Gloo's reduce-scatter would reduce all of them
-// everywhere. On devices the backend adds up.
+// Between CPUs each rank sends the others their chunks and keeps its own: Gloo's reduce-scatter
+// would reduce all of them everywhere. On devices the backend sums.
 class PlainRegions final : public Regions {
  public:
   PlainRegions(const RegionLayout& layout, at::TensorOptions like,
@@ -107,8 +107,8 @@ class PlainRegions final : public Regions {
   int64_t stride_ = 0;  // elements from chunk to chunk
   std::vector<float> own_flags_;
   at::Tensor sent_;
-  std::shared_ptr<comm::Incoming> incoming_;  // what others sent, to add up here
-  std::vector<at::Tensor> sum_;               // or what the backend has added up, part of `sent_`
+  std::shared_ptr<comm::Incoming> incoming_;  // data of the other ranks, to add up here
+  std::vector<at::Tensor> sum_;               // or the backend's sum, part of `sent_`
 };
 
 }  // namespace

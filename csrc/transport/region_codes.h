@@ -15,17 +15,18 @@ namespace fastsync::engine {
 
 class RegionCodes {
  public:
-  // Codes of `owners` that exchange them; as many ranks bring codes of each chunk.
+  // For chunks of `owners` ranks, each of which sends codes of every chunk.
   RegionCodes(const CodedSpec& spec, int64_t owners, at::Device device);
 
   const CodedSpec& spec() const { return spec_; }
   at::Device device() const { return device_; }
   bool works_on_parts() const { return writer_->works_on_parts(); }
 
-  // Into `payload`, a chunk for each owner. `residual`: fp32, of all elements, or undefined.
+  // Encodes to `payload`, a chunk for each owner. `residual`: fp32, of all elements, or undefined.
   void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
               const at::Tensor& payload, const ops::Encoding& how) const;
-  // Encodes flags. Those of owner r begin at element r * stride of `flags`; 0: all get the same.
+  // Encodes flags. Those of owner r begin at element r * stride of `flags`; 0: all owners get the
+  // same flags.
   void encode_flags(const at::Tensor& flags, int64_t stride, const at::Tensor& payload) const;
   // Sums `payload`, one chunk from each owner, at places in that chunk: in fp32, rounded to the
   // tensors' dtype once.

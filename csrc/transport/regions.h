@@ -1,15 +1,18 @@
-// How the parts of gradients that a rank owns reach it, and are added up there: reduce-scatter, in the form that the wire asks for.
+// Reduce-scatter in the form that the wire requires: the parts of gradients that a rank owns are
+// sent to it and added up there.
 //
-//   plain         pack ─▶ each part to its owner                                             ─▶ add up
-//   coded         encode ─▶ all-to-all of chunks                                             ─▶ decode and add up
-//   hierarchical  pack as fp32 ─▶ reduce-scatter in the node ─▶ encode ─▶ all-to-all between nodes ─▶ decode and add up
+//   plain         pack ─▶ each part to its owner ─▶ add up
+//   coded         encode ─▶ all-to-all of chunks ─▶ decode and add up
+//   hierarchical  pack as fp32 ─▶ reduce-scatter in the node ─▶ encode
+//                   ─▶ all-to-all between nodes ─▶ decode and add up
 //
-// The coded forms are the first halves of those that every rank gets the averages from (coded.h, hierarchical.h), so a
+// The coded forms are the first halves of the all-reduce forms (coded.h, hierarchical.h), so a
 // gradient is rounded once, and an average not at all: owners add up in fp32.
 //
 // [Note: chunks]
-// What travels is cut into chunks of equal size, one for each rank; its parts lie there one after the other, where blocks
-// of the wire's format begin, and flags follow. Which elements of a parameter a rank owns does not depend on the wire.
+// The data is cut into chunks of equal size, one for each rank. The rank's parts lie there one
+// after the other, each at the start of a block of the wire's format, and flags follow. Which
+// elements of a parameter a rank owns does not depend on the wire.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -49,21 +52,21 @@ class Regions {
 
   // The place of a part for take().
   virtual ops::SlotLayout place_of(const RegionPart& part) const = 0;
-  // Whether this rank's own part of its gradients is not to be taken: the caller adds it to what
-  // others send.
+  // Whether this rank's own part of its gradients must not be taken: the caller adds it to the
+  // parts that other ranks send.
   virtual bool leaves_own() const { return false; }
   // Whether take() may come more than once.
   virtual bool works_on_parts() const { return true; }
-  // Parts of gradients, scaled. close() ends the taking; `flags` are summed over ranks exactly.
+  // Takes parts of gradients, scaled, until close(); `flags` are summed over ranks exactly.
   virtual void take(const std::vector<ops::Item>& items, const Packing& how) = 0;
   virtual void close(const std::vector<float>& flags, const Packing& how) = 0;
   virtual std::unique_ptr<comm::InFlight> launch() = 0;
 
-  // After the end of what launch() returned: sums over ranks, of flags, and of parts at their places in this rank's chunk. They
-  // are added to what the tensors hold where `accumulate`.
+  // Called after the end of the launched collective: write the sums over ranks, of flags, and of
+  // parts at their places in this rank's chunk. With `accumulate` they are added to the tensors.
   virtual void sum_flags(const at::Tensor& flags) const = 0;
   virtual void sum(const std::vector<ops::Item>& items, bool accumulate) const = 0;
-  // Gives the step's buffers back; `in_flight`: collectives may still write to them.
+  // Releases the step's buffers; `in_flight`: collectives may still write to them.
   virtual void end(bool in_flight) = 0;
 
   // The bytes of a step: see transport.h.
@@ -87,8 +90,8 @@ std::unique_ptr<Regions> make_coded_regions(const RegionLayout& layout, const Co
                                             at::Device device,
                                             std::shared_ptr<comm::Collective> group,
                                             std::shared_ptr<ops::BufferPool> pool);
-// Chunks belong to the ranks at the first place of each node, then to those at the second. The chains' first two process
-// groups: in the node, between nodes.
+// Chunks belong to the ranks at the first place of each node, then to those at the second. The
+// chains' first two process groups: in the node, between nodes.
 std::unique_ptr<Regions> make_node_regions(const RegionLayout& layout, const CodedSpec& spec,
                                            at::Device device, std::shared_ptr<comm::Chains> chains,
                                            std::shared_ptr<ops::BufferPool> pool);

@@ -16,7 +16,7 @@
 namespace fastsync::engine {
 namespace {
 
-// Elements that stay in a core's own cache between two readings.
+// Elements that stay in a core's own cache between two reads.
 constexpr size_t kBatch = size_t{1} << 17;
 
 // The part of a slot that one rank owns.
@@ -109,7 +109,7 @@ class Scattered final : public Transport {
       const Place place = std::exchange(places_[i], Place{});
       if (used[i]) {
         grad = face(i);
-      } else if (place.faced) {  // what no rank used stays as it was
+      } else if (place.faced) {  // used by no rank: stays as it was
         grad = face(i);
         pending(i) = place.kept;
       } else if (place.kept.defined()) {
@@ -177,7 +177,7 @@ class Scattered final : public Transport {
  private:
   // State of a gradient while it travels.
   struct Place {
-    bool faced = false;  // it is added to what was there before
+    bool faced = false;  // the average is added to the gradient before
     at::Tensor kept;     // a gradient that this rank did not use
   };
   // Consecutive elements of the shard, and where they lie in this rank's chunk.
@@ -246,8 +246,8 @@ class Scattered final : public Transport {
     return ordered.copy_(grad);
   }
 
-  // This rank's own part of its gradients goes to the shard at once. Where averages are added to
-  // what is there, it goes only when they come.
+  // This rank's own part of its gradients goes to the shard at once; if averages are added to
+  // earlier ones, only when they arrive.
   void take_parts(const std::vector<size_t>& indices, const Packing& how) {
     std::vector<ops::Item> sent;
     std::vector<ops::Item> fresh;
@@ -281,7 +281,8 @@ class Scattered final : public Transport {
     return flags;
   }
 
-  // Each rank keeps only its region of what was there before: all have to add to it, or none.
+  // Each rank keeps only its region of the earlier averages: all ranks have to add to them, or
+  // none.
   void check_alike() const {
     const at::Tensor flags = flags_.to(at::kFloat);
     const auto ranks = static_cast<float>(spec_.layout.chunks);
@@ -294,27 +295,27 @@ class Scattered final : public Transport {
     }
   }
 
-  // The gradient has been packed. One that this rank did not use may have to stay.
+  // Drops a packed gradient. One that this rank did not use may have to stay.
   void give_up(size_t index) {
     at::Tensor& grad = slots_[index].param->tensor.mutable_grad();
     if (!slots_[index].param->used) places_[index].kept = grad;
     grad = at::Tensor();
   }
 
-  // Keeps the values of a gradient that is about to be overwritten, where its face is still
+  // Keeps the values of a gradient that is about to be overwritten, if its face is still
   // referenced.
   void let_go(size_t index) {
     const size_t member = spec_.members[index];
     if (gradients_.is_held(member)) gradients_.release(member);
   }
 
-  // Makes room for its averages, which replace what was there.
+  // Prepares for averages that replace the earlier ones.
   void make_fresh(size_t index) {
     if (!regions_->leaves_own()) let_go(index);
     pending(index) = at::Tensor();
   }
 
-  // Sums over ranks, of slots. See [Note: squares].
+  // Sums slots over ranks. See [Note: squares].
   void add_up(const std::vector<size_t>& slots, bool accumulate, Squares& squares) const {
     if (!gradients_.squares.wanted() || !device().is_cpu()) {
       return regions_->sum(items_of(slots), accumulate);
@@ -360,7 +361,7 @@ class Scattered final : public Transport {
     kept_.clear();
   }
 
-  // In the memory order of the parameter.
+  // Returns the slot's residual in the memory order of the parameter.
   at::Tensor residual_in(const at::Tensor& flat, size_t index) const {
     ops::SlotLayout whole = slots_[index].layout;
     whole.offset = 0;
@@ -416,8 +417,8 @@ class Scattered final : public Transport {
   std::vector<std::vector<Part>> parts_;  // by slot
   std::vector<Mine> mine_;                // by slot; undefined where there is nothing
   std::vector<Place> places_;             // by slot
-  std::vector<at::Tensor> kept_;  // residuals of what this rank did not use, before the step
-  at::Tensor own_;                // what this rank adds to averages that are there, in chunk order
+  std::vector<at::Tensor> kept_;          // residuals of unused parameters, before the step
+  at::Tensor own_;                        // to add to averages, in chunk order
   at::Tensor flags_;
 };
 

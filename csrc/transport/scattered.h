@@ -4,15 +4,16 @@
 // A unit is a set of parameters, laid out as fastsync/shard/layout.py says: one region per rank.
 // Rank r receives all ranks' parts of region r and keeps the averages in its shard. A bucket
 // carries members of one unit that are trained; how their parts reach their owners is in regions.h.
-// The flags that travel with them are those of flat.h, and one more per slot that tells whether the
-// average is added to what was there before. Each rank sums them for itself.
+// The flags that travel with them are those of flat.h, and one more per slot that says whether the
+// average is added to the gradient that was there before. Each rank sums them for itself.
 //
 // [Note: faces]
-// After a backward a rank has no gradient that a script could read, so `param.grad` becomes a face,
-// a tensor without memory whose operations fastsync/shard/gradients.py makes. At the start of a
-// backward faces are taken off, so that autograd accumulates into tensors of its own, and their
-// averages count as accumulated before it. A face that is still referenced keeps its values, as a
-// gradient would: release() gives it its own before they are overwritten.
+// After a backward a rank has no unsharded gradient that a script could read, so `param.grad`
+// becomes a face: a proxy tensor without memory, whose operations fastsync/shard/gradients.py
+// implements. At the start of a backward faces are taken off, so that autograd accumulates into
+// tensors of its own; the averages behind the faces count as accumulated before. A face that is
+// still referenced keeps its values, as a gradient would: release() copies them before they are
+// overwritten.
 #pragma once
 
 #include <ATen/core/Tensor.h>

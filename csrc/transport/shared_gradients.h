@@ -1,11 +1,11 @@
-// Gradients whose averages are spread over the ranks: the part of a unit that one rank keeps, and
+// Gradients whose averages are sharded over the ranks: the part of a unit that one rank keeps, and
 // the sums of their squares.
 //
 // [Note: squares]
 // Clipping gradients by their norm needs the sum of their squares. From the first clip on, owners
 // take it while they add up averages, block by block in the caches, so that the gradients need not
-// be read once more. A sum is true as long as the shard's version is the one that it was taken at:
-// scripts reach averages through faces alone, whose operations count. The plain twin is
+// be read once more. A sum is valid as long as the shard's version is the one that it was taken at:
+// scripts reach averages only through faces, whose operations raise the version. The plain twin is
 // ops::square_sums(), which gives the same bits.
 #pragma once
 
@@ -24,7 +24,7 @@ namespace fastsync::engine {
 // See [Note: squares].
 class SquareSums {
  public:
-  // From the next averages on.
+  // Takes sums from the next averages on.
   void want() { wanted_ = true; }
   bool wanted() const { return wanted_; }
 
@@ -34,7 +34,7 @@ class SquareSums {
   // until then.
   void take(const at::Tensor& shard, uint32_t before, const std::vector<size_t>& members,
             const std::vector<double>& sums);
-  // The sum of a member; nothing where it is not known for what `shard` holds now.
+  // Returns the sum of a member; nothing if it is not known for the current values of `shard`.
   std::optional<double> of(const at::Tensor& shard, size_t member) const;
 
  private:
@@ -54,7 +54,7 @@ struct ShardedGradients {
   SquareSums squares;
   // Whether a member's face is referenced elsewhere than by `param.grad`.
   std::function<bool(size_t)> is_held;
-  // Makes another face, in `faces`, and leaves that one its values.
+  // Makes another face, in `faces`, and leaves the old one its values.
   std::function<void(size_t)> release;
 };
 
@@ -62,11 +62,11 @@ using ShardedUnits = std::vector<std::shared_ptr<ShardedGradients>>;
 
 // Sums of squares of the gradients of some parameters.
 struct GradientSquares {
-  double owned = 0.0;               // of elements that this rank alone has
+  double owned = 0.0;               // of elements that only this rank has
   double common = 0.0;              // of gradients that every rank has; the same bits everywhere
   bool wide = false;                // fp64 is among them
   std::vector<at::Tensor> tensors;  // that every rank has
-  bool spread = false;              // some are spread over the ranks
+  bool spread = false;              // some are sharded over the ranks
   bool all_spread = false;          // all that the units have
 };
 
@@ -76,8 +76,9 @@ struct HeldGradients {
   const Transport* transport = nullptr;
 };
 
-// Without a read of what is spread over the ranks, or of what a transport holds and knows. Nothing where a sum over what is spread
-// is not known, this rank has added to a gradient, or one is neither a face of these units nor a plain tensor on a CPU.
+// Returns the sums without a read of sharded gradients, or of those that a transport holds and has
+// summed. Nothing if a sum over sharded ones is not known, if this rank has added to a gradient, or
+// if one is neither a face of these units nor a plain tensor on a CPU.
 std::optional<GradientSquares> known_squares(const std::vector<at::Tensor>& params,
                                              const ShardedUnits& units,
                                              const std::vector<HeldGradients>& held);

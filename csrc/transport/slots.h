@@ -1,4 +1,4 @@
-// A bucket's gradients: what the bucket counts, and its transport moves.
+// A bucket's gradients, which the bucket counts and its transport moves.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,12 +18,11 @@ struct Parameter {
   at::Tensor tensor;
   std::string name;
   bool used = false;  // a gradient arrived since the last synchronisation
-  // Set where the reducer checks for it: NaN or infinity is in the average, and in what this rank
-  // gave for it.
+  // Set if the reducer checks for it: the average, and this rank's gradient, hold NaN or infinity.
   bool nonfinite = false;
   bool nonfinite_here = false;
-  int expected_fires =
-      1;  // gradient accumulations in one backward; more than 1 is learned (reentrant checkpoints)
+  // Gradient accumulations in one backward; more than 1 is learned (reentrant checkpoints).
+  int expected_fires = 1;
   // Mixed precision: the dtype that the parameter, and finally its gradient, is stored in; both
   // have another dtype in backward.
   std::optional<at::ScalarType> stored = std::nullopt;
@@ -50,16 +49,16 @@ using Slots = std::vector<Slot>;
 // infinity where one of their gradients holds NaN or infinity.
 float used_flag(const Slot& slot);
 
-// Throws where `grad` is none that the slot's parameter can have, naming both.
+// Throws if `grad` cannot be a gradient of the slot's parameter, naming both.
 void check_gradient(const Slot& slot, const at::Tensor& grad);
 
-// Items to gather from the slots that have not been taken early: gradients, and zeros where there
-// are none.
+// Returns items to gather from the slots that have not been taken early: gradients, and zeros where
+// there are none.
 std::vector<ops::Item> gradient_items(const Slots& slots);
 
-// Items to write averages into: the gradients of the slots that are `used` on any rank, made where
-// there are none. Gradients at the addresses in `done`, one per slot or none, have their averages
-// already.
+// Returns items to write averages into: the gradients of the slots that are `used` on any rank,
+// made where there are none. Gradients at the addresses in `done`, one per slot or none, have their
+// averages already.
 std::vector<ops::Item> delivery_items(const Slots& slots, const std::vector<bool>& used,
                                       const std::vector<const void*>& done);
 

@@ -13,8 +13,9 @@
 namespace fastsync::engine {
 namespace {
 
-// No rows of a sparse gradient: indices along the first dimension, dense after it, as embeddings have them. Backends
-// exchange indices and values as they are, so all ranks must have them in one form.
+// Returns a sparse gradient without rows: indices along the first dimension, dense after it, as
+// embeddings have them. Backends exchange indices and values as they are, so all ranks must have
+// them in one form.
 at::Tensor empty_rows(const Parameter& param) {
   std::vector<int64_t> row = param.tensor.sizes().vec();
   row.front() = 0;
@@ -91,7 +92,7 @@ class Sparse final : public Transport {
   int64_t sent_bytes() const override { return dense_->sent_bytes(); }
 
  private:
-  // This rank's: the used flag, then the vote.
+  // Returns this rank's used flag, then its vote.
   at::Tensor flags(float used, bool vote) const {
     if (!flags_group_) return {};
     const at::Tensor values = ops::make_flat(2, at::kFloat, slots_.front().param->tensor.device());

@@ -1,5 +1,6 @@
-// Transport of one parameter whose gradient may be a sparse tensor: it travels alone, coalesced, its used flag and the vote after
-// it in a collective of their own. A dense gradient of such a parameter travels as any other.
+// Transport of one parameter whose gradient may be a sparse tensor: it travels alone, coalesced,
+// its used flag and the vote after it in a collective of their own. A dense gradient of such a
+// parameter travels as any other.
 #pragma once
 
 #include <functional>

@@ -1,1 +1,1 @@
-"""What examples, the demo and the benchmarks share: ranks, training, fair rounds, text."""
+"""Code that examples, the demo and the benchmarks share: ranks, training, fair rounds, text."""

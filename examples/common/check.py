@@ -64,7 +64,7 @@ class Trained:
         )
 
     def distance(self, other: Trained) -> float:
-        """How far apart the parameters are, relative to the way from the start."""
+        """Return how far apart the parameters are, relative to the way from the start."""
         gap = sum((self.end[n] - other.end[n]).double().square().sum() for n in self.parameters)
         way = sum((other.end[n] - other.start[n]).double().square().sum() for n in self.parameters)
         return math.sqrt(float(gap) / float(way))
@@ -106,7 +106,7 @@ def repeatable(group: Group) -> Iterator[None]:
 def train(
     workload: Workload, variant: Variant, group: Group, optimizer: str, steps: int
 ) -> Trained:
-    """Trains `workload` from its first weights and returns what became of them."""
+    """Train `workload` from its first weights, and return its weights before and after."""
     with repeatable(group):
         batches = make_batches(workload, group, steps)
         lane = make_lane(workload, variant, group, optimizer, batches)
@@ -119,7 +119,7 @@ def train(
 def judge(
     variant: Variant, trained: Trained, expected: Trained, group: Group, noise: float = 0.0
 ) -> str:
-    """Compares the weights of one variant with those of default DDP.
+    """Compare the weights of one variant with those of default DDP.
 
     Args:
         noise: the distance between two trainings of default DDP.
@@ -148,7 +148,7 @@ def judge(
         raise CheckFailed(f"{variant.name}: parameters are {BASELINE}'s but buffers are not")
     near = group.all_agree(distance <= limit)
     if not near and variant.lossy and variant.wire is None:
-        return f"off by {distance:.1e}"  # torch's own; to be seen, not to be mended here
+        return f"off by {distance:.1e}"  # torch's own error; shown, not fixed here
     if not near or exact:
         raise CheckFailed(
             f"{variant.name}: weights are {distance:.2e} of the way from {BASELINE}'s, "
@@ -164,7 +164,7 @@ def check_variants(
     steps: int,
     show: Callable[[str], None] = lambda name: None,
 ) -> dict[str, str]:
-    """Trains `steps` steps of SGD with momentum under each variant.
+    """Train `steps` steps of SGD with momentum under each variant.
 
     Args:
         show: called with the name of each variant before it trains.

@@ -1,11 +1,11 @@
-"""What a variant costs besides time: memory of gradients and buckets, and dispatched operators.
+"""Costs of a variant besides time: memory of gradients and buckets, and dispatched operators.
 
 [Note: Counting live bytes]
 On a CPU, the C allocator itself is asked for the bytes in use (glibc's mallinfo2) after two
-training steps, less the same before the model was wrapped. That sees every thread's buffers,
-whoever holds them. Pages that this rank made for memory that ranks share are added. The profiler
-does not see as much: it misses what other threads release, and charged torch's fp16 hook with 3
-times the gradients instead of 2. Python's garbage collector cannot see the buffers of a C++
+training steps, less the same before the model was wrapped. That includes the buffers of
+every thread and holder. Pages that this rank made for memory that ranks share are added. The
+profiler sees less: it misses memory that other threads release, and charged torch's fp16 hook with
+3 times the gradients instead of 2. Python's garbage collector cannot see the buffers of a C++
 reducer, and the resident set is coarser (pages, and what malloc keeps). On a GPU,
 `torch.cuda.memory_allocated` answers the same question.
 
@@ -54,7 +54,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def live_bytes_reader(device: torch.device) -> Callable[[], int] | None:
-    """A function that returns the bytes in use, or None where nothing here can tell."""
+    """Return a function that returns the bytes in use, or None where nothing here can tell."""
     if device.type == "cuda":
         return lambda: torch.cuda.memory_allocated(device)
     try:
@@ -76,7 +76,7 @@ def live_bytes_reader(device: torch.device) -> Callable[[], int] | None:
 
 
 def shared_bytes() -> int:
-    """Bytes of files without a name that this process made and holds, as `memfd_create` does."""
+    """Return the bytes of nameless files that this process made and holds, as by `memfd_create`."""
     files = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
     return sum(
         512 * os.stat(path).st_blocks
@@ -86,7 +86,7 @@ def shared_bytes() -> int:
 
 
 def settled(read: Callable[[], int]) -> int:
-    """Reads when the count stands still: threads of the backend release buffers a little later."""
+    """Read when the count stands still: threads of the backend release buffers a little later."""
     gc.collect()
     last = read()
     for _ in range(SETTLE_TRIES):
@@ -98,7 +98,7 @@ def settled(read: Callable[[], int]) -> int:
 
 
 def gradient_memory(workload: Workload, variant: Variant, group: Group) -> float | None:
-    """Live bytes that two training steps under `variant` add, over the bytes of the gradients.
+    """Return the live bytes that two steps under `variant` add, over the bytes of the gradients.
 
     Measured after the second backward with `zero_grad(set_to_none=True)`; the largest of all ranks.
     None where it cannot be measured: it needs a GPU or glibc >= 2.33 as the allocator in use.
@@ -124,7 +124,7 @@ def gradient_memory(workload: Workload, variant: Variant, group: Group) -> float
 
 
 def peak_memory(make: Callable[[], Lane], group: Group) -> float | None:
-    """The most bytes in use in a training step of a new lane, over the bytes of the parameters.
+    """Return the peak of bytes in a training step of a new lane, over the bytes of the parameters.
 
     The model, its gradients and the optimizer's states are part of it. A GPU's allocator knows its
     peak; on a CPU a thread looks every millisecond. The largest of all ranks, or None as above.
@@ -151,14 +151,14 @@ def peak_memory(make: Callable[[], Lane], group: Group) -> float | None:
 
 
 def events_of(run: Callable[[], object]) -> list[str]:
-    """The names of the CPU events that torch's profiler sees while `run` runs."""
+    """Return the names of the CPU events that torch's profiler sees while `run` runs."""
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         run()
     return [event.name for event in profiler.events() or []]
 
 
 def collectives(lane: Lane) -> int:
-    """Collectives of a lane's next step on this rank."""
+    """Return the number of collectives in a lane's next step on this rank."""
     names = events_of(lane.step)
     by_backend = sum(name.startswith(BACKENDS) for name in names)
     return by_backend or sum(name in COLLECTIVES for name in names)

@@ -1,4 +1,4 @@
-"""What a result was measured on and with: never a host name, a user or a path."""
+"""Hardware and software that a result was measured with: never a host name, a user or a path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def environment(group: Group) -> dict[str, Any]:
-    """Machine, versions and job, ready for JSON."""
+    """Return the machine, versions and job, ready for JSON."""
     gpu = None
     if torch.cuda.is_available():
         gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
@@ -43,7 +43,7 @@ def environment(group: Group) -> dict[str, Any]:
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """One line for people."""
+    """Return one line for people."""
     device = facts["gpu"] or f"{facts['cpu']}, {facts['cores']} cores"
     threads = f"{facts['threads_per_rank']} thread(s)"
     ranks = f"{facts['ranks']} ranks over {facts['transport']}, {threads} each"
@@ -65,13 +65,13 @@ def command_line() -> str:
 
 
 def write_json(result: dict[str, Any], path: Path) -> None:
-    """Writes a result, and the folder it belongs into where that is missing."""
+    """Write a result, and the folder it belongs into where that is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def cpu_model() -> str:
-    """The processor's name as the system gives it."""
+    """Return the processor's name as the system gives it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -80,7 +80,7 @@ def cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout, with "-dirty" where files differ from it."""
+    """Return the commit of the checkout, with "-dirty" where files differ from it."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(HERE), *arguments]

@@ -42,7 +42,7 @@ class MissingRights(RuntimeError):
 
 
 def mps_control() -> Path:
-    """What is there while an MPS daemon has processes use a GPU at the same time, not in turns."""
+    """Return the path that exists while an MPS daemon lets processes use a GPU at the same time."""
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
 
 
@@ -68,38 +68,38 @@ class Group:
         return "MPI" if over_mpi else "Gloo"
 
     def max(self, values: torch.Tensor) -> torch.Tensor:
-        """The element-wise maximum over ranks, on the CPU."""
+        """Return the element-wise maximum over ranks, on the CPU."""
         values = values.to(self.device)
         dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values.cpu()
 
     def most(self, value: float) -> float:
-        """The largest of all ranks' numbers."""
+        """Return the largest of all ranks' numbers."""
         return float(self.max(torch.tensor([value], dtype=torch.float64)).item())
 
     def mean(self, value: torch.Tensor) -> float:
-        """The mean of all ranks' numbers."""
+        """Return the mean of all ranks' numbers."""
         total = value.detach().to(self.device).clone()
         dist.all_reduce(total)
         return total.item() / self.world
 
     def all_agree(self, verdict: bool) -> bool:
-        """Whether `verdict` is true on every rank."""
+        """Return whether `verdict` is true on every rank."""
         return not self.most(0.0 if verdict else 1.0)
 
     def alike(self, tensor: torch.Tensor) -> bool:
-        """Whether every rank holds the bits of rank 0's."""
+        """Return whether every rank holds the bits of rank 0's."""
         first = tensor.clone()
         dist.broadcast(first, 0)
         return self.all_agree(torch.equal(tensor, first))
 
     def synchronize(self) -> None:
-        """Waits for this rank's device; does nothing on a CPU."""
+        """Wait for this rank's device; does nothing on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def timed(self, call: Callable[[], object]) -> float:
-        """Seconds of a call, until this rank's device has done it."""
+        """Return the seconds of a call, until this rank's device has done it."""
         self.synchronize()
         start = time.perf_counter()
         call()
@@ -116,12 +116,12 @@ class Placement:
 
 
 def anywhere(rank: int) -> Placement:
-    """A rank like any other process."""
+    """Return the placement of a rank like any other process."""
     return Placement()
 
 
 def over_sockets(rank: int) -> Placement:
-    """A rank that NCCL takes for one on a host of its own: it talks to the others over sockets.
+    """Return the placement of a rank that NCCL takes for one on a host of its own, over sockets.
 
     NCCL refuses two ranks of one host on one GPU, so this also lets ranks share one.
     """
@@ -130,7 +130,7 @@ def over_sockets(rank: int) -> Placement:
 
 
 def is_rank() -> bool:
-    """Whether this process is one of the ranks, rather than what starts them."""
+    """Return whether this process is one of the ranks, rather than what starts them."""
     return "RANK" in os.environ
 
 
@@ -140,7 +140,7 @@ def launch(
     threads: int = 1,
     place: Callable[[int], Placement] = anywhere,
 ) -> int:
-    """Runs `main` on every rank and returns the exit code of the job.
+    """Run `main` on every rank, and return the exit code of the job.
 
     Args:
         main: called with this rank's `Group`; returns an exit code.
@@ -209,7 +209,7 @@ def _start_ranks(ranks: int, place: Callable[[int], Placement]) -> int:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Returns 0 when all ranks ended well, or the code of the first that did not."""
+    """Return 0 when all ranks ended well, or the code of the first that did not."""
     while True:
         codes = [process.poll() for process in processes]
         failed = next((code for code in codes if code), 0)
@@ -219,7 +219,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Lets ranks that are still running finish for a moment, then ends them."""
+    """Let ranks that are still running finish for a moment, then ends them."""
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline and any(p.poll() is None for p in processes):
         time.sleep(0.05)
@@ -232,13 +232,13 @@ Argument = tuple[str, dict[str, Any]]
 
 
 def argument(name: str, meaning: str, default: Any = None, **how: Any) -> Argument:
-    """An option as `add_argument` takes it; its help ends with the default, where there is one."""
+    """Return an option as `add_argument` takes it; its help ends with the default, if any."""
     shown = meaning if default is None else f"{meaning} (default: %(default)s)"
     return name, {"help": shown, "default": default, **how}
 
 
 def whole(text: str, least: int = 1) -> int:
-    """An argparse type: a whole number, positive unless `least` says otherwise."""
+    """Return an argparse type: a whole number, positive unless `least` says otherwise."""
     if not text.lstrip("-").isdecimal() or int(text) < least:
         raise UsageError(f"expects a whole number from {least} on, not {text!r}")
     return int(text)
@@ -259,7 +259,7 @@ class Parser(argparse.ArgumentParser):
     def run(
         self, start: Callable[[argparse.Namespace], int], argv: Sequence[str] | None = None
     ) -> int:
-        """Starts a command; its expected errors become a line of text and an exit code."""
+        """Start a command; its expected errors become a line of text and an exit code."""
         try:
             return start(self.parse_args(argv))
         except CheckFailed as error:
@@ -280,7 +280,7 @@ def run_example(
     *arguments: Argument,
     ranks: int = 2,
 ) -> int:
-    """The whole of an example's command line: `main` on every rank; returns the exit code."""
+    """Run an example's command line: `main` on every rank; return the exit code."""
     how_many = argument("--ranks", "processes to start; torchrun's wins", ranks, type=whole)
     parser = Parser(f"examples.{name}", text, how_many, *arguments)
     return parser.run(lambda args: launch(lambda group: main(args, group), args.ranks))

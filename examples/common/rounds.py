@@ -38,7 +38,7 @@ def in_turn(
     rounds: int,
     after: Callable[[int], object] = lambda index: None,
 ) -> dict[str, list[T]]:
-    """What `once` returns for each name in each round; each round begins with another one.
+    """Return the results of `once` by name, one per round; each round begins with another name.
 
     Args:
         after: called with the number of each round that has ended, from 0.
@@ -54,14 +54,14 @@ def in_turn(
 
 
 def slowest(found: dict[str, list[T]], group: Group) -> dict[str, list[T]]:
-    """The same with every number replaced by the largest of all ranks'; numbers or lists of one
-    length."""
+    """Return the same with every number replaced by the largest of all ranks'; numbers or lists of
+    one length."""
     largest = group.max(torch.tensor(list(found.values()), dtype=torch.float64)).tolist()
     return dict(zip(found, largest, strict=True))
 
 
 def host_seconds(call: Callable[[], object]) -> float:
-    """For which a call keeps the host; it waits for no device."""
+    """Return the seconds for which a call keeps the host; it waits for no device."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
@@ -134,7 +134,7 @@ class Measured:
 def measure(
     workload: Workload, variants: tuple[Variant, ...], group: Group, settings: Settings
 ) -> list[Timing]:
-    """Checks, then times `variants`, BASELINE and FLOOR among them; the same on every rank.
+    """Check, then time `variants`, BASELINE and FLOOR among them; the same on every rank.
 
     Raises:
         CheckFailed: a variant trains other weights than default DDP.
@@ -147,7 +147,7 @@ def measure(
 def checked(
     workload: Workload, variants: tuple[Variant, ...], group: Group, steps: int
 ) -> dict[str, str]:
-    """The verdicts of the correctness check, by variant; none where `steps` is 0."""
+    """Return the verdicts of the correctness check, by variant; none where `steps` is 0."""
     if not steps:
         return {}
     progress = Progress(group)
@@ -163,7 +163,7 @@ def checked(
 def time_lanes(
     lanes: dict[str, Lane], group: Group, settings: Settings, meter: Meter = lambda: 0
 ) -> dict[str, Measured]:
-    """The steps of each lane in each round; `meter` counts the bytes that this rank has sent."""
+    """Return the steps of each lane in each round; `meter` counts the bytes sent by this rank."""
     progress, rounds, per_step = Progress(group), settings.rounds, 0.0
     for name, lane in lanes.items():
         progress.show(f"{lane.workload.name}: warming up {name}")
@@ -188,8 +188,8 @@ def time_lanes(
 
 
 def burst(lane: Lane, group: Group, steps: int, meter: Meter = lambda: 0) -> list[float]:
-    """Bytes sent per step, then the seconds of each of `steps` steps, after one that is not
-    counted; all of this rank.
+    """Return the bytes sent per step, then the seconds of each of `steps` steps, after one that is
+    not counted; all of this rank.
 
     A rank may end a step while the link still has a queue of what it has sent. A barrier's
     messages queue after that, so what the meter counts between two barriers is of these steps.
@@ -206,7 +206,7 @@ def burst(lane: Lane, group: Group, steps: int, meter: Meter = lambda: 0) -> lis
 
 
 def summarise(measured: dict[str, Measured], verdicts: Mapping[str, str]) -> list[Timing]:
-    """Compares variants with BASELINE and FLOOR round by round.
+    """Compare variants with BASELINE and FLOOR round by round.
 
     Args:
         verdicts: by variant, the correctness check's; may lack some.
@@ -232,7 +232,7 @@ def summarise(measured: dict[str, Measured], verdicts: Mapping[str, str]) -> lis
 
 
 def table(timings: Sequence[Timing], more: Mapping[str, Sequence[str]]) -> str:
-    """One row per variant; ± is half the range between the quartiles of the rounds.
+    """Return one row per variant; ± is half the range between the quartiles of the rounds.
 
     Args:
         more: further columns, by their headers.

@@ -1,4 +1,4 @@
-"""What is shown: medians with their spread, tables, and progress."""
+"""Text output: medians with their spread, tables, and progress."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Spread:
 
     @property
     def width(self) -> float:
-        """The inter-quartile range."""
+        """Return the inter-quartile range."""
         return self.q3 - self.q1
 
     def margin(self, samples: int) -> float:
-        """Half the 95 % interval of the median of so many independent samples.
+        """Return half the 95 % interval of the median of so many independent samples.
 
         (McGill, Tukey and Larsen, "Variations of box plots", 1978.)
         """
@@ -44,22 +44,22 @@ class Spread:
 
 
 def milliseconds(spread: Spread) -> tuple[str, str]:
-    """The median and half the inter-quartile range in ms, of a spread in seconds."""
+    """Return the median and half the inter-quartile range in ms, of a spread in seconds."""
     return f"{1e3 * spread.median:.2f}", f"{1e3 * spread.width / 2:.2f}"
 
 
 def times(value: float | None) -> str:
-    """A multiple of something, which may be unknown."""
+    """Return a multiple of something, which may be unknown."""
     return "n/a" if value is None else f"{value:.2f}x"
 
 
 def ratio(spread: Spread) -> tuple[str, str]:
-    """The median and half the inter-quartile range."""
+    """Return the median and half the inter-quartile range."""
     return f"{spread.median:.3f}", f"{spread.width / 2:.3f}"
 
 
 def render(headers: Row, rows: Sequence[Row], markdown: bool = False) -> str:
-    """A table whose first column is aligned to the left and all others to the right."""
+    """Return a table whose first column is aligned to the left and all others to the right."""
     columns = list(zip(headers, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
     rule = ["-" * (w - 1) + (":" if markdown and i else "-") for i, w in enumerate(widths)]
@@ -91,7 +91,7 @@ class Progress:
             self.last = time.monotonic()
 
     def clear(self) -> None:
-        """Makes room for a line that stays."""
+        """Make room for a line that stays."""
         self.last = time.monotonic()
         if self.group.is_main and sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What is trained: a model with its data, made alike at every call, and variants in training."""
+"""Trainings: a model with its data, made alike at every call, and variants in training."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ class Lane:
         return loss
 
     def steps(self, count: int) -> None:
-        """Makes so many steps."""
+        """Make so many steps."""
         for _ in range(count):
             self.step()
 
 
 def rate_share(step: int, steps: int, warmup: int, floor: float = 0.0) -> float:
-    """Of the peak learning rate: a linear warm-up, then a cosine from 1 down to `floor`."""
+    """Return the share of the peak rate: a linear warm-up, then a cosine from 1 to `floor`."""
     cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
     return min(1.0, (step + 1) / warmup) * (floor + (1 - floor) * cosine)
 
@@ -99,7 +99,7 @@ def make_lane(
     optimizer: str | None,
     batches: list[Tensor] | None = None,
 ) -> Lane:
-    """Builds and wraps the model.
+    """Build and wrap the model.
 
     Args:
         optimizer: a key of OPTIMIZERS; None leaves the weights as they are.
@@ -115,10 +115,10 @@ def make_lane(
 def make_lanes(
     workload: Workload, variants: Sequence[Variant], group: Group, optimizer: str | None = None
 ) -> dict[str, Lane]:
-    """One lane per variant, all on the same batches.
+    """Return one lane per variant, all on the same batches.
 
-    Without an optimizer nobody writes to the weights, so all lanes share those of the first:
-    a dozen variants of a large model would not fit into memory.
+    Without an optimizer the weights do not change, so all lanes share those of the first: a dozen
+    variants of a large model would not fit into memory.
     """
     batches = make_batches(workload, group)
     lanes: dict[str, Lane] = {}

@@ -58,7 +58,7 @@ class Variant:
 
     @property
     def lossy(self) -> bool:
-        """Whether gradients lose bits on their way."""
+        """Return whether gradients lose bits on their way."""
         return self.tolerance > 0.0
 
 
@@ -79,7 +79,7 @@ def fast_ddp(**settings: Any) -> Wrap:
 
 
 def hooked(wrap: Wrap, hook: Callable[..., Any]) -> Wrap:
-    """The same with a communication hook that keeps no state."""
+    """Return the same with a communication hook that keeps no state."""
 
     def wrap_and_register(module: nn.Module, device: torch.device) -> nn.Module:
         model: Any = wrap(module, device)
@@ -129,7 +129,7 @@ UNAVAILABLE = {
 
 
 def available(*names: str) -> str:
-    """Those of `names` that can run here, as `select` takes them: for defaults."""
+    """Return those of `names` that can run here, in the form that `select` takes: for defaults."""
     return ",".join(name for name in names if name not in UNAVAILABLE)
 
 
@@ -142,7 +142,7 @@ class Selection:
 
 
 def select(names: str, required: Iterable[str] = ()) -> Selection:
-    """Parses a comma-separated list of variants.
+    """Parse a comma-separated list of variants.
 
     Args:
         names: "all" among them takes every usual one that can run here and skips the others.

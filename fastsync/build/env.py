@@ -53,7 +53,7 @@ DDP_OPTIONS: Mapping[str, type] = {
     "on_skip": str,
     "elastic": bool,
 }
-# Has torch's watchdog of NCCL leave a process alive in which a collective fails.
+# Makes torch's NCCL watchdog leave a process alive when a collective in it fails.
 NCCL_LETS_LIVE: Mapping[str, str] = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -92,8 +92,7 @@ class Env:
             ``wire=bf16,bucket_cap_mb=10`` (default: no).
         shared_memory: ``FASTSYNC_SHM``. ``0`` on any rank has the ranks of one machine average
             CPU gradients through the process group, instead of memory that they share.
-        watch: ``FASTSYNC_WATCH``. ``0`` has ranks not look out for each other's faults (default:
-            1).
+        watch: ``FASTSYNC_WATCH``. ``0`` turns the watch for faults of other ranks off (default: 1).
         stall_warn: ``FASTSYNC_STALL_WARN``, in seconds. How long a rank waits for another before it
             warns (default: 10).
         lost_after: ``FASTSYNC_LOST_AFTER``, in seconds. How long the machine of a rank, or
@@ -142,7 +141,7 @@ class Env:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Env:
-        """Parses the variables.
+        """Parse the variables.
 
         Raises:
             ValueError: a variable has a value that makes no sense; names it.
@@ -175,7 +174,7 @@ class Env:
 
 
 def ddp_options(text: str) -> dict[str, Any] | None:
-    """The arguments of FastDDP that `text` gives: ``1``, or ``name=value`` separated by commas.
+    """Return arguments of FastDDP from `text`: ``1``, or ``name=value`` separated by commas.
 
     Returns:
         None where `text` is empty or ``0``.
@@ -210,10 +209,10 @@ def _value(name: str, value: str, text: str) -> Any:
 
 
 def ask_to_replace(options: str = "") -> None:
-    """Has the Python processes that this one starts replace DistributedDataParallel.
+    """Make the Python processes that this one starts replace DistributedDataParallel.
 
     Args:
-        options: as in the variable; empty: those that are there.
+        options: as in the variable; empty: the present ones.
     """
     if options:
         os.environ[_REPLACE] = options
@@ -221,7 +220,7 @@ def ask_to_replace(options: str = "") -> None:
 
 
 def path_with_startup(environ: Mapping[str, str] = os.environ) -> str:
-    """PYTHONPATH with the folder whose `sitecustomize` imports fastsync right after torch."""
+    """Return PYTHONPATH with the folder whose `sitecustomize` imports fastsync after torch."""
     former = environ.get("PYTHONPATH")
     entries = [] if former is None else [former]
     if str(_STARTUP) in os.pathsep.join(entries).split(os.pathsep):
@@ -230,7 +229,7 @@ def path_with_startup(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def ddp_environment(backend: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that DistributedDataParallel's logging data shows, "N/A" where unset."""
+    """Return the variables in DistributedDataParallel's logging data, "N/A" if unset."""
     names = {
         "master_port": "MASTER_PORT",
         "master_addr": "MASTER_ADDR",
@@ -251,7 +250,7 @@ def ddp_environment(backend: str, environ: Mapping[str, str] = os.environ) -> di
 
 
 def set_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables of fastsync, of the backends and of their libraries that are set."""
+    """Return the set variables of fastsync, of the backends and of their libraries."""
     return {
         name: value
         for name, value in sorted(environ.items())
@@ -260,12 +259,12 @@ def set_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def has_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher has told this process which rank it is, and how to find the others."""
+    """Return whether a launcher has given this process a rank, and the way to find the others."""
     return all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def launched_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher of MPI has started this process: mpirun, or Slurm's srun --mpi."""
+    """Return whether a launcher of MPI has started this process: mpirun, or Slurm's srun --mpi."""
     return any(name in environ for name in _MPI_RANKS)
 
 
@@ -366,7 +365,7 @@ def _share(environ: Mapping[str, str], name: str, default: float) -> float:
 
 
 def _number(text: str) -> float:
-    """NaN where it is none."""
+    """Return the number in a text; NaN if it is none."""
     try:
         return float(text)
     except ValueError:

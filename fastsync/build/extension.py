@@ -3,7 +3,7 @@
 [Note: one build for many ranks]
 torchrun starts all ranks of a node at once. They meet at a file lock: the first builds into a
 temporary folder and renames it into place; the others wait and find it there. The lock is the
-kernel's, so a rank that dies releases it, and a half-finished build is never seen by anyone.
+kernel's, so a rank that dies releases it, and no process ever sees a half-finished build.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ _REPORT_SECONDS = 10.0  # between two lines of progress
 
 @cache
 def load() -> ModuleType:
-    """The extension module ``fastsync._C``. The first call may compile it, and says how long.
+    """Return the extension module ``fastsync._C``.
+
+    The first call may compile it, and prints how long that takes.
 
     Raises:
         BuildError: it has to be compiled and cannot be; the text carries the remedy.
@@ -60,9 +62,9 @@ def find() -> Path:
 
 
 def leave_chains(seconds: float) -> None:
-    """Has collectives that hang in threads of the extension never go on, if it was loaded.
+    """Stop collectives that hang in threads of the extension from ever going on, if it was loaded.
 
-    Their threads have so long to come back from what they wait for; see csrc/comm/worker.h.
+    The threads have `seconds` to return from their waits; see csrc/comm/worker.h.
     """
     if load.cache_info().currsize:
         load().leave_chains(seconds)
@@ -70,7 +72,7 @@ def leave_chains(seconds: float) -> None:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the extension of this process has come from.
+    """Origin of this process's extension.
 
     Attributes:
         prebuilt: ``pip install`` compiled it; else the first import did.
@@ -81,7 +83,7 @@ class Origin:
 
 
 def origin() -> Origin:
-    """Of the extension, which is loaded first.
+    """Load the extension, and return its origin.
 
     Raises:
         BuildError: as `load`.
@@ -91,7 +93,7 @@ def origin() -> Origin:
 
 
 def _prebuilt() -> Path | None:
-    """The extension that ``pip install`` compiled, if it was for this torch and these sources."""
+    """Return the extension that ``pip install`` compiled, if it fits torch and the sources."""
     record = _PACKAGE / "_prebuilt.json"
     found = [
         p for s in importlib.machinery.EXTENSION_SUFFIXES if (p := _PACKAGE / f"_C{s}").exists()
@@ -198,7 +200,7 @@ def _compile(env: Env, folder: Path, with_cuda: bool) -> None:
 
 
 def _run_logged(command: list[str], log: Path, echo: bool) -> None:
-    """Run the build, whose files nobody else may write, and say every ten seconds that it goes."""
+    """Run the build, whose files only this user may write, and print progress."""
     start = time.monotonic()
     with log.open("w") as file:
         output = None if echo else file

@@ -59,7 +59,7 @@ CUDA_SOURCES = tuple(f"kernels/{name}_cuda.cu" for name in ("driver", "pack", "c
 KERNEL_CXX_FLAGS = ("-O3", "-ffp-contract=off")
 CXX_FLAGS = (
     *KERNEL_CXX_FLAGS,
-    "-g0",  # distutils adds -g, which nobody reads once the library is stripped
+    "-g0",  # distutils adds -g, which is of no use in a stripped library
     "-DAT_PER_OPERATOR_HEADERS",  # torch's headers include the operators that they use, not all
     "-fvisibility=hidden",
     "-Wall",
@@ -73,7 +73,7 @@ NVCC_FLAGS = (
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     "--threads=0",  # architectures in parallel
 )
-# For those who change the sources: whoever only uses them may have a compiler that warns of more.
+# For developers of the sources: the compilers of users may have more warnings.
 STRICT_CXX_FLAGS = ("-Werror",)
 STRICT_NVCC_FLAGS = (
     "-Werror=all-warnings",
@@ -89,7 +89,7 @@ _SANITIZED = ("-fno-omit-frame-pointer", "-g1", "-O1", "-Wno-maybe-uninitialized
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What may be chosen of a build. `strict` makes errors of warnings."""
+    """The options of a build. `strict` turns warnings into errors."""
 
     archs: Sequence[str] = DEFAULT_ARCHS
     sanitize: str = ""
@@ -111,7 +111,7 @@ class BuildError(RuntimeError):
 
 
 def source_dir() -> Path:
-    """The folder of the C++ sources: in a checkout beside the package, installed inside it."""
+    """Return the folder of the C++ sources: beside the package in a checkout, else inside it."""
     package = Path(__file__).resolve().parents[1]
     for candidate in (package.parent / "csrc", package / "csrc"):
         if (candidate / "bindings.cpp").exists():
@@ -120,7 +120,7 @@ def source_dir() -> Path:
 
 
 def all_files() -> list[Path]:
-    """Every file that the compiled extension depends on, in a fixed order."""
+    """Return every file that the compiled extension depends on, in a fixed order."""
     root = source_dir()
     kinds = (".h", ".cpp", ".cu")
     files = (p for p in root.rglob("*") if p.suffix in kinds)
@@ -128,7 +128,7 @@ def all_files() -> list[Path]:
 
 
 def translation_units() -> list[str]:
-    """What the C++ compiler is given: the files of csrc/units, and each source that is in none.
+    """Return the files for the C++ compiler: those of csrc/units, and each source that is in none.
 
     A unit includes several sources, which share the cost of parsing torch's headers.
     """
@@ -168,7 +168,7 @@ def has_gpu() -> bool:
 
 
 def find_toolkit(wanted: str = "auto") -> Toolkit | None:
-    """Finds the CUDA toolkit.
+    """Find the CUDA toolkit.
 
     Args:
         wanted: ``1`` (insist), ``0`` (None), ``auto`` (None where there is no nvcc, or no GPU), or
@@ -222,13 +222,13 @@ def _toolkit_root(nvcc: Path, home: str | None) -> Path:
 
 
 def arch_flags(archs: Sequence[str]) -> list[str]:
-    """Machine code for each architecture, and PTX of the newest for what comes after it."""
+    """Return flags for machine code of each architecture, and for PTX of the newest."""
     flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
     return [*flags, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
 
 
 def compile_cuda(toolkit: Toolkit, out: Path, options: Options) -> list[str]:
-    """Compiles the CUDA sources with nvcc alone, all at once; returns the object files.
+    """Compile the CUDA sources with nvcc alone, all at once; return the object files.
 
     Raises:
         BuildError: nvcc failed; carries its output.
@@ -251,7 +251,7 @@ def _compile_one(nvcc: Path, flags: Sequence[str], source: str, out: Path) -> st
 
 
 def check_compilers() -> None:
-    """Raises BuildError where the C++ compiler or ninja is missing."""
+    """Raise BuildError where the C++ compiler or ninja is missing."""
     compiler = cxx()
     if shutil.which(compiler.split()[0]) is None:
         raise BuildError(
@@ -263,7 +263,7 @@ def check_compilers() -> None:
 
 
 def cxx() -> str:
-    """The C++ compiler that torch's build helpers will call."""
+    """Return the C++ compiler that torch's build helpers will call."""
     return os.environ.get("CXX", "c++")
 
 
@@ -272,14 +272,14 @@ def sanitizer_flags(sanitize: str) -> list[str]:
 
 
 def sources_digest() -> str:
-    """A digest of this file and of every source of the extension."""
+    """Return a digest of this file and of every source of the extension."""
     files = [*all_files(), Path(__file__)]
     facts = (f"{p.name}:{hashlib.sha256(p.read_bytes()).hexdigest()}" for p in files)
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
 
 def binary_identity() -> dict[str, str]:
-    """What a binary has to share with this process to be loaded into it.
+    """Return the properties that a binary must share with this process to be loaded into it.
 
     A binary built against one minor version of torch must not be loaded into another.
     """
@@ -294,7 +294,7 @@ def binary_identity() -> dict[str, str]:
 
 
 def fingerprint(toolkit: Toolkit | None, options: Options) -> str:
-    """A digest of all that shapes the binary: sources, flags, compilers, torch and Python."""
+    """Return a digest of all inputs: sources, flags, compilers, torch and Python."""
     compiler = subprocess.run([*cxx().split(), "--version"], capture_output=True, text=True)
     facts = [
         *binary_identity().values(),
@@ -308,7 +308,7 @@ def fingerprint(toolkit: Toolkit | None, options: Options) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What a C++ extension builder needs to know. CUDA objects are compiled beforehand."""
+    """The inputs of a C++ extension builder. CUDA objects are compiled beforehand."""
 
     sources: list[str]
     include_dirs: list[str]
@@ -317,7 +317,7 @@ class Recipe:
 
 
 def recipe(out: Path, toolkit: Toolkit | None, options: Options) -> Recipe:
-    """Compiles the CUDA kernels, if there is a toolkit, and describes the rest of the build."""
+    """Compile the CUDA kernels, if there is a toolkit, and describe the rest of the build."""
     flags = options.cxx_flags
     link = sanitizer_flags(options.sanitize)[:1] or [STRIP_FLAG]
     if toolkit is not None:
@@ -328,7 +328,7 @@ def recipe(out: Path, toolkit: Toolkit | None, options: Options) -> Recipe:
 
 
 def build(out: Path, wanted_cuda: str, options: Options) -> None:
-    """Compiles the extension into ``out``.
+    """Compile the extension into ``out``.
 
     Raises:
         BuildError: a tool is missing or broken.

@@ -66,12 +66,12 @@ def check_facts(ranks: Ranks, world: int, backend: str) -> list[Finding]:
 
 
 def machines_of(ranks: Ranks) -> list[list[int]]:
-    """The ranks of each machine, in the order of their first ranks."""
+    """Return the ranks of each machine, in the order of their first ranks."""
     return list(_by(ranks, lambda facts: facts.machine).values())
 
 
 def _by(ranks: Ranks, key: Callable[[Facts], str]) -> dict[str, list[int]]:
-    """Ranks with the same `key`."""
+    """Return the ranks with the same `key`."""
     found: dict[str, list[int]] = {}
     for rank, facts in sorted(ranks.items()):
         found.setdefault(key(facts), []).append(rank)
@@ -84,7 +84,7 @@ def _listed(groups: Mapping[str, Sequence[int]]) -> str:
 
 
 def check_versions(ranks: Ranks, backend: str) -> list[Finding]:
-    """Whether all ranks have the same of everything that takes part."""
+    """Check whether all ranks have the same of everything that takes part."""
     found = []
     names = dict.fromkeys(name for facts in ranks.values() for name in facts.versions)
     for name in names:
@@ -101,7 +101,7 @@ def check_versions(ranks: Ranks, backend: str) -> list[Finding]:
 
 
 def check_build(ranks: Ranks, backend: str) -> list[Finding]:
-    """Whether there is an extension, and where from."""
+    """Check that there is an extension, and report its origin."""
     broken = _by({r: f for r, f in ranks.items() if f.build_error}, lambda f: f.build_error)
     if broken:
         remedy = "Install a compiler, or an extension that fits: pip install --no-build-isolation ."
@@ -130,12 +130,12 @@ def check_build(ranks: Ranks, backend: str) -> list[Finding]:
 
 
 def _kinds(groups: Mapping[str, Sequence[int]]) -> str:
-    """One kind by itself, several with their ranks."""
+    """Return one kind by itself, several with their ranks."""
     return next(iter(groups), "") if len(groups) < 2 else _listed(groups)
 
 
 def check_variables(ranks: Ranks, backend: str) -> list[Finding]:
-    """Whether variables that change what ranks say to each other are the same."""
+    """Check whether variables that change what ranks say to each other are the same."""
     names = sorted({name for facts in ranks.values() for name in facts.variables})
     differ = [name for name in names if name not in _PER_RANK | _PER_MACHINE]
     found = [f for name in differ for f in _differing(ranks, name, "Set it alike on every rank")]
@@ -155,7 +155,8 @@ def _differing(ranks: Ranks, name: str, remedy: str) -> list[Finding]:
 
 
 def check_devices(ranks: Ranks, backend: str) -> list[Finding]:
-    """Whether each rank has a GPU of its own, and all ranks the same kind; or none has any."""
+    """Check that each rank has a GPU of its own and all have the same kind, or that none has
+    one."""
     kinds = _by(ranks, lambda facts: facts.gpu or ("no GPU left" if facts.gpus else "no GPU"))
     if backend != "nccl":
         return []
@@ -171,7 +172,7 @@ def check_devices(ranks: Ranks, backend: str) -> list[Finding]:
 
 
 def check_backend(ranks: Ranks, backend: str) -> list[Finding]:
-    """Whether every rank's torch has the backend."""
+    """Check whether every rank's torch has the backend."""
     lacking = [rank for rank, facts in ranks.items() if backend not in facts.backends]
     if lacking:
         remedy = f"Install a build of torch with {backend}, or choose another with --backend"
@@ -181,7 +182,7 @@ def check_backend(ranks: Ranks, backend: str) -> list[Finding]:
 
 
 def check_threads(ranks: Ranks, backend: str) -> list[Finding]:
-    """Whether the ranks of a machine have more threads than it has cores."""
+    """Check whether the ranks of a machine have more threads than it has cores."""
     findings = []
     for machine in machines_of(ranks):
         threads = sum(ranks[rank].threads for rank in machine)
@@ -195,7 +196,7 @@ def check_threads(ranks: Ranks, backend: str) -> list[Finding]:
 
 
 def check_address(ranks: Ranks, backend: str) -> list[Finding]:
-    """Whether the others can reach each rank at the address that it takes."""
+    """Check whether the others can reach each rank at the address that it takes."""
     machines = machines_of(ranks)
     addresses = {rank: facts.address(backend) for rank, facts in ranks.items()}
     nowhere = [rank for rank, address in addresses.items() if not address]
@@ -216,7 +217,7 @@ def check_address(ranks: Ranks, backend: str) -> list[Finding]:
 
 
 def _candidates(facts: Facts) -> str:
-    """Interfaces that may lead elsewhere, the one towards the store first."""
+    """Return the interfaces that may lead elsewhere, the one towards the store first."""
     every = (facts.interface("nccl"), *facts.interfaces)
     names = [i.name for i in every if i.addresses and not any(map(is_loopback, i.addresses))]
     return " or ".join(dict.fromkeys(names)) or "the one that leads to the others"
@@ -234,7 +235,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def check_mtu(ranks: Ranks, backend: str) -> list[Finding]:
-    """Whether all machines have packets of one size."""
+    """Check whether all machines have packets of one size."""
     known = {rank: facts for rank, facts in ranks.items() if facts.interface(backend).mtu}
     if len(machines_of(ranks)) > 1:  # NCCL may be told the store's address, and take another
         known = {r: f for r, f in known.items() if not is_loopback(f.address(backend))}
@@ -246,7 +247,7 @@ def check_mtu(ranks: Ranks, backend: str) -> list[Finding]:
 
 
 def check_shared(refusal: str) -> list[Finding]:
-    """Whether CPU gradients travel in memory where they could.
+    """Check whether CPU gradients travel in memory where they could.
 
     Args:
         refusal: why not, as `fastsync.engine.memory.offer_memory` says it; empty if they do.

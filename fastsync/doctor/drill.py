@@ -138,12 +138,12 @@ class _Child:
         return found
 
     def is_over(self) -> bool:
-        """Whether it has ended; it is not reaped, so that others can see how."""
+        """Return whether it has ended; it is not reaped, so that others can see how."""
         options = os.WEXITED | os.WNOWAIT | os.WNOHANG
         return bool(self.ended) or os.waitid(os.P_PID, self._process.pid, options) is not None
 
     def is_stopped(self) -> bool:
-        """Whether its fault is to stop, and long enough ago."""
+        """Return whether its fault is to stop, and long enough ago."""
         at = self.line("fault").get("at") if self.order.fault == "stop" else None
         if not isinstance(at, int):
             return False
@@ -162,7 +162,8 @@ class _Child:
             self.ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def told(self) -> dict[str, object]:
-        """How it ended, and when it had its fault or error, by this machine's steady clock."""
+        """Return how it ended, and the time of its fault or error, by this machine's steady
+        clock."""
         error = self.line("error")
         printed = os.pread(self._errors.fileno(), 1 << 24, 0).decode(errors="replace")
         text = error["text"] if error else printed.strip().rpartition("\n")[2]
@@ -255,7 +256,7 @@ def _wrong(drill: Drill, rank: int, outcome: Outcome) -> str:
 
 
 def judge(drill: Drill) -> list[Finding]:
-    """One finding for all ranks that passed, and one for each that did not."""
+    """Return one finding for all ranks that passed, and one for each that did not."""
     wrong = problems(drill)
     found = [
         fail("drill", f"rank {rank} {text}", _RUN_AGAIN if rank == drill.rank else _REMEDY)

@@ -117,7 +117,7 @@ def _train(order: Order) -> None:
 
 def main() -> None:
     """Train; the process ends as its training does."""
-    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # it must not outlive its parent
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # ends with its parent
     torch.set_num_threads(1)
     try:
         _train(Order(**json.loads(sys.argv[1])))

@@ -95,11 +95,12 @@ class Facts:
     interfaces: tuple[Interface, ...] = ()
 
     def address(self, backend: str) -> str:
-        """Address at which other ranks reach this one; NCCL leaves out the loopback interface."""
+        """Return the address at which others reach this rank; NCCL leaves out the loopback
+        interface."""
         return self.gloo if backend == "gloo" else self.store
 
     def interface(self, backend: str) -> Interface:
-        """The interface with that address; without a name if it is unknown."""
+        """Return the interface with that address; without a name if it is unknown."""
         return find_interface(self.address(backend), self.interfaces) or Interface()
 
     def dump(self) -> str:
@@ -181,7 +182,7 @@ def _address_to(store: Store | None) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` reaches this machine alone."""
+    """Return whether `address` reaches this machine alone."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -228,7 +229,7 @@ def gloo_address(asked: str, interfaces: tuple[Interface, ...]) -> str:
 
 
 def _list_interfaces() -> tuple[Interface, ...]:
-    """Interfaces of this machine, or of this container if it has a network of its own."""
+    """Return the interfaces of this machine, or of a container that has its own network."""
     six: dict[str, tuple[str, ...]] = {}  # 32 digits, four numbers, and a name in each line
     for line in _INET6.read_text().splitlines() if _INET6.exists() else ():
         digits, *_, name = line.split()

@@ -46,5 +46,5 @@ def fail(topic: str, text: str, remedy: str) -> Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Level:
-    """The highest level; OK where there are none."""
+    """Return the highest level; OK where there are none."""
     return max((finding.level for finding in findings), default=Level.OK)

@@ -150,7 +150,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _slowest(seconds: float, device: torch.device) -> float:
-    """The largest of all ranks'; the same number on each."""
+    """Return the largest of all ranks'; the same number on each."""
     value = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return float(value.item())
@@ -191,7 +191,7 @@ def _all_reduces(nbytes: int, device: torch.device, budget: float) -> SizeTime:
 
 
 def pair_rounds(world: int) -> list[Round]:
-    """Rounds of pairs (a, b) with a < b that have no rank in common; each pair occurs once."""
+    """Return rounds of pairs (a, b), a < b, without a common rank; each pair occurs once."""
     if world <= _ALL_PAIRS:
         return [(pair,) for pair in combinations(range(world), 2)]
     rounds: list[Round] = []
@@ -330,7 +330,7 @@ def compute_seconds(device: torch.device, budget: float) -> list[float]:
 
 
 def compute_flops(seconds: float, device: torch.device) -> float:
-    """Operations per second of the product that `compute_seconds` times."""
+    """Return the operations per second of the product that `compute_seconds` times."""
     return 2.0 * _SIDE.get(device.type, _SIDE["cpu"]) ** 3 / seconds
 
 

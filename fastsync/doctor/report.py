@@ -40,7 +40,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed."""
+        """Return whether nothing failed."""
         return worst(self.findings) < Level.FAIL
 
 

@@ -14,7 +14,7 @@ its name, which the store knows already. The end joins threads, which takes long
 has been left unfinished, so it has a thread of its own. It starts once the objects of the extension
 that use the group are gone. A process that ends waits for these threads for a while: Python ends
 each thread that returns from C++ to an interpreter that is gone, and a destructor there ends the
-process with SIGABRT. What has not begun to end by then never does.
+process with SIGABRT. A group whose end has not started by then never ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a training is: what a checkpoint of synchronisation, or a rank that joins, goes on from."""
+"""The state that a checkpoint of synchronisation, or a rank that joins, goes on from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training that outlives its ranks: `FastDDP(model, faults=Faults(elastic=True))`.
+"""A training that survives deaths of ranks: `FastDDP(model, faults=Faults(elastic=True))`.
 
 csrc/engine/reducer_elastic.cpp says when a step is committed, what each rank keeps until then, and
 what differs on GPUs; fastsync/ranks/survivors.py how the survivors agree. One death, with four

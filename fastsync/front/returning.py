@@ -10,8 +10,8 @@ One return, with four ranks of which rank 2 was killed in step 7:
    rank 2 there, alive, and calls the others: before its forward of step 30 it says so in the store.
    All others look there after the vote that ends step 30, which rank 0 has had to take part in. So
    all meet before their forward of step 31, as survivors do. The one that decides names rank 2.
-4. All four make a group and look out for each other. Rank 0 gives rank 2 what it has after step 30;
-   the others wait for them, with a plan for four ranks.
+4. All four make a group and watch each other. Rank 0 sends rank 2 its state after step 30; the
+   others wait for them, with a plan for four ranks.
 5. catch_up() returns 30 on rank 2. Step 31 is an average over four ranks.
 
 A rank that joins does the same. It has a number that no rank has had.

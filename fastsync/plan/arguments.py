@@ -23,7 +23,7 @@ PARAMETER_WIRES = ("bf16", "fp16", "fp8_e4m3", "int8")
 
 @dataclass(frozen=True)
 class Zero:
-    """What the ranks shard instead of replicating it: `FastDDP(model, zero=Zero(2, ...))`.
+    """Settings of sharding instead of replication: `FastDDP(model, zero=Zero(2, ...))`.
 
     Attributes:
         stage: 0: nothing; 1: the state of optimizers, and gradients between backward and step; 2:
@@ -119,11 +119,11 @@ def check_parameter_wire(name: str | None) -> None:
 
 @dataclass(frozen=True)
 class Faults:
-    """What a training does when something goes wrong: `FastDDP(model, faults=Faults(...))`.
+    """The response of a training to faults: `FastDDP(model, faults=Faults(...))`.
 
     Attributes:
-        nonfinite: what becomes of a step whose gradients hold NaN or infinity: "ignore", "skip",
-            which leaves it out on every rank, or "raise"; both name parameter and ranks.
+        nonfinite: response to a step whose gradients hold NaN or infinity: "ignore", "skip", which
+            leaves the step out on every rank, or "raise"; both name parameter and ranks.
         replicas: True compares parameters and averages of all ranks every 10 steps; a difference
             is an error that names the tensor. A `ReplicaPolicy` says more; see docs/faults.md.
         on_skip: "average_others" lets ranks leave out steps that fail: `FastDDP.skipping()`.

@@ -303,7 +303,7 @@ def _planned(
 def _sharded(
     group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int, node_ranks: int
 ) -> PlannedBucket:
-    """A bucket of members of a unit that are trained, in the unit's layout."""
+    """Return a bucket of members of a unit that are trained, in the unit's layout."""
     pairs = [(spec.shard, spec) for spec in group if spec.shard is not None]
     pairs.sort(key=lambda pair: pair[0].member)
     shards = tuple(shard for shard, _ in pairs)
@@ -336,7 +336,7 @@ def _sharded(
 def regions_codec(
     specs: Sequence[ParamSpec], policy: SyncPolicy, world_size: int, node_ranks: int = 1
 ) -> AnyCodec | None:
-    """The format of a bucket whose regions ranks own; None where gradients travel as they are."""
+    """Return the format of a bucket whose regions ranks own; None if gradients are not coded."""
     codec = _codec_of(specs, policy)
     if (codec is _FP32 and node_ranks == 1) or node_ranks == world_size:
         return None  # nothing would become smaller, or leave the node
@@ -346,7 +346,7 @@ def regions_codec(
 def coded_regions(
     codec: AnyCodec, regions: RegionLayout, wire: Wire, node_ranks: int = 1
 ) -> CodedPlan:
-    """How chunks of `regions` travel as codes."""
+    """Return how chunks of `regions` travel as codes."""
     layout = region_payload(regions, codec.coded_bytes)
     return CodedPlan(codec, "scatter", layout, wire.feedback_for(codec), node_ranks)
 

@@ -1,4 +1,4 @@
-"""What does not combine: one row for each pair of features, with the reason.
+"""Features that do not combine: one row for each pair, with the reason.
 
 `FastDDP` refuses a pair of this table when it is built, when a communication hook is registered,
 and when a join begins. The table in docs/troubleshooting.md is made of it, and a test refuses every
@@ -19,7 +19,7 @@ __all__ = ["FEATURES", "ROWS", "Row", "Setup", "check", "clashes"]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a wrapper was asked for.
+    """The requested features of a wrapper.
 
     Attributes:
         policy: its settings.
@@ -62,7 +62,7 @@ def _coded(setup: Setup) -> bool:
     return not wire.plain and wire.form != "native"
 
 
-# What an error calls a feature of a setup; an empty text where it was not asked for.
+# The name of a feature of a setup in errors; empty if it was not requested.
 FEATURES: Mapping[str, Callable[[Setup], str]] = {
     "communication hook": lambda s: "a communication hook" if s.hook else "",
     "device_mesh": lambda s: "device_mesh" if s.device_mesh else "",

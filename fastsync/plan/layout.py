@@ -69,7 +69,7 @@ class FlatLayout:
 
 
 def align_up(value: int, to: int) -> int:
-    """The smallest multiple of `to` that is at least `value`."""
+    """Return the smallest multiple of `to` that is at least `value`."""
     return -(-value // to) * to
 
 
@@ -132,7 +132,7 @@ class PayloadLayout:
     chunks: int
 
     def bytes_for(self, numel: int) -> int:
-        """Bytes of a bucket of `numel` elements, padding of slots included."""
+        """Return the bytes of a bucket of `numel` elements, padding of slots included."""
         return self.chunk_bytes * -(-numel // self.chunk_numel)
 
 
@@ -220,7 +220,7 @@ def region_layout(slots: FlatLayout, ranks: int, block: int) -> RegionLayout:
 
 
 def outline_regions(slots: FlatLayout, ranks: int, block: int) -> RegionLayout:
-    """The same without its parts, of which thousands of ranks have more than memory holds."""
+    """Return the same without its parts: those of thousands of ranks would not fit into memory."""
     alignment, region = math.lcm(block, ALIGNMENT), max(1, slots.numel // ranks)
     longest, rank, end = alignment, 0, 0  # of the rank whose parts come now
     for offset, numel in zip(slots.offsets, slots.numels, strict=True):
@@ -238,7 +238,7 @@ def outline_regions(slots: FlatLayout, ranks: int, block: int) -> RegionLayout:
 
 
 def region_payload(regions: RegionLayout, coded_bytes: Callable[[int], int]) -> PayloadLayout:
-    """The bytes of those chunks where they travel as codes; each carries all flags."""
+    """Return the bytes of those chunks where they travel as codes; each carries all flags."""
     coded, flags = coded_bytes(regions.numel), align_up(regions.flags, ALIGNMENT)
     offset = align_up(coded, ALIGNMENT)
     size = offset + 4 * flags

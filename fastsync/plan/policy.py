@@ -258,7 +258,7 @@ class SyncPolicy:
 
     @property
     def checks_finite(self) -> bool:
-        """Whether gradients are looked at for NaN and infinity."""
+        """Return whether gradients are looked at for NaN and infinity."""
         return self.nonfinite != "ignore"
 
     @property
@@ -268,7 +268,7 @@ class SyncPolicy:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the ranks of one machine may read each other's buckets."""
+        """Return whether the ranks of one machine may read each other's buckets."""
         return self.wire.shared_memory and not self.hooked
 
     @property
@@ -298,7 +298,7 @@ class SyncPolicy:
 
 
 def piece_bytes(wire: Wire, network: Network, device: torch.device) -> int:
-    """The size of a coded bucket's pieces.
+    """Return the size of a coded bucket's pieces.
 
     What is coded before the first piece leaves and decoded after the last one has come adds to
     the step, so pieces are small. On a fast network the costs of a collective count more. On

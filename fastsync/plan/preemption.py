@@ -53,5 +53,5 @@ class PreemptionPolicy:
 
     @property
     def numbers(self) -> tuple[signal.Signals, ...]:
-        """The signals."""
+        """Return the signals."""
         return tuple(signal.Signals[name] for name in self.signals)

@@ -39,10 +39,10 @@ class Network:
         return self.rate > 0
 
     def at_share(self, share: float) -> Network:
-        """The same for bytes of which each stands for 1 / `share` of those counted so far."""
+        """Return the same for bytes that each stand for 1 / `share` of those counted so far."""
         return Network(self.rate * share, self.latency)
 
     def carries(self, span: Span, least: int, most: int) -> int:
-        """Bytes that travel in `span`, but between `least` and `most`."""
+        """Return the bytes that travel in `span`, but between `least` and `most`."""
         seconds = max(span.seconds, span.latencies * self.latency)
         return min(max(int(self.rate * seconds), least), most)

@@ -75,7 +75,7 @@ def advise(candidates: Sequence[Candidate], scenario: Scenario) -> Advice:
 
 
 def _rank(candidate: Candidate, fastest: float) -> tuple[float, bool, int, float]:
-    """Fastest first; of those alike, what changes least in the script."""
+    """Return a sort key: fastest first; of equally fast ones, the least change of the script."""
     slower = candidate.time.mean / fastest - 1
     strategy = candidate.strategy
     alike = 0.0 if slower < _ALIKE else slower
@@ -122,7 +122,8 @@ def _remedy(candidates: Sequence[Candidate], scenario: Scenario) -> str:
 
 
 def _batch(scenario: Scenario, strategies: Sequence[Strategy], what: str = "batch") -> str:
-    """Fewer samples, of more backwards: some strategies then hold sums of gradients besides."""
+    """Return a remedy with fewer samples and more backwards: some strategies then also hold
+    sums of gradients."""
     more = [replace(s, accumulate=max(2, s.accumulate)) for s in strategies]
     found = [(scenario.largest_batch(strategy), strategy) for strategy in more]
     samples, best = max(found, key=lambda pair: pair[0], default=(0, None))
@@ -155,7 +156,7 @@ def _strategy(scenario: Scenario, others: Sequence[Strategy]) -> str:
 
 
 def _worlds(scenario: Scenario, world: int) -> Iterator[int]:
-    """Twice as many ranks, and so on, that fill nodes."""
+    """Yield twice as many ranks, four times as many, and so on, that fill nodes."""
     per_node = scenario.cluster.per_node
     while (world := 2 * world) <= MOST_GPUS:
         if world <= per_node or world % per_node == 0:
@@ -179,7 +180,7 @@ def _gpus(scenario: Scenario, world: int) -> str:
 
 
 def _nothing(scenario: Scenario) -> str:
-    """Even one sample on the most GPUs is too much."""
+    """Say why even one sample on the most GPUs is too much."""
     alone = replace(scenario, samples=1)
     worlds = [scenario.cluster.world, *_worlds(scenario, scenario.cluster.world)]
     least = _least(alone, list(alone.strategies(worlds[-1])))

@@ -47,7 +47,7 @@ def _between(one: Record, other: Record, samples: int) -> Record | None:
 
 
 def _alike(one: Record, other: Record) -> bool:
-    """Whether both note the same, but for rounding."""
+    """Return whether both note the same, but for rounding."""
     return len(one.marks) == len(other.marks) and all(
         a.kind == b.kind and math.isclose(a.size, b.size, rel_tol=_ALIKE, abs_tol=1.0)
         for a, b in zip(one.marks, other.marks, strict=True)
@@ -81,7 +81,7 @@ class Traces:
         return _between(self.made[pair[0]], self.made[pair[1]], samples) if pair else None
 
     def is_sure(self, samples: int) -> bool:
-        """Whether it has been traced, or three traces say what a trace would note."""
+        """Return whether it has been traced, or three traces say what a trace would note."""
         if samples in self.made or self.line is None:
             return samples in self.made
         return self.line[0] <= samples * _BEYOND and samples <= self.line[1] * _BEYOND

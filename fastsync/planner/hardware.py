@@ -86,15 +86,16 @@ class Device:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether fastsync treats it as a CPU."""
+        """Return whether fastsync treats it as a CPU."""
         return self.name == "cpu"
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Operations per second on numbers of this dtype."""
+        """Return the operations per second on numbers of this dtype."""
         return self.narrow if dtype.itemsize == 2 else self.wide
 
     def seconds(self, work: float, moved: float, dtype: torch.dtype) -> float:
-        """Seconds of an operator: its arithmetic or its memory traffic, the longer one."""
+        """Return the seconds of an operator: the longer of its arithmetic and its memory
+        traffic."""
         arithmetic = work / (self.peak(dtype) * self.efficiency)
         return max(arithmetic, moved / (self.bandwidth * self.streaming))
 
@@ -144,7 +145,7 @@ class Link:
         return self.rate * self.reach
 
     def alpha(self, algorithm: str, protocol: int) -> float:
-        """Seconds of a hop."""
+        """Return the seconds of a hop."""
         if self.latency is not None:
             return self.latency
         return _ALPHA[algorithm][self.kind][protocol] * _US
@@ -207,12 +208,13 @@ def links_of(device: Device, backend: str, latency: float | None) -> tuple[Link,
 
 
 def sent_bytes(kind: str, nbytes: float, world: int) -> float:
-    """Bytes that a rank sends for a collective over `nbytes`, the gathered size of gathers."""
+    """Return the bytes that a rank sends in a collective over `nbytes`; of gathers, the whole
+    size."""
     return nbytes * _ROUNDS[kind] * (world - 1) / world
 
 
 def collective_seconds(kind: str, nbytes: float, cluster: Cluster) -> float:
-    """Seconds of a collective.
+    """Return the seconds of a collective.
 
     Args:
         kind: "all_reduce", "reduce_scatter", "all_gather" or "all_to_all".
@@ -242,6 +244,6 @@ def collective_seconds(kind: str, nbytes: float, cluster: Cluster) -> float:
 
 
 def _carried(algorithm: str, protocol: int, cluster: Cluster) -> float:
-    """Bytes per second that a protocol carries."""
+    """Return the bytes per second that a protocol carries."""
     rate = cluster.rate * _SHARE[algorithm][protocol]
     return min(rate, _MOST_OF_LL[cluster.nodes > 1]) if protocol == 0 else rate

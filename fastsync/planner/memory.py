@@ -111,13 +111,13 @@ class _Transports:
         self.begin()
 
     def reaches(self, at: int, mark: Mark) -> float:
-        """Nothing of it concerns buckets."""
+        """Do nothing: marks of units do not concern buckets."""
         return 0.0
 
     def begin(self) -> None:
-        """A backward begins; the pool stays as the last one left it.
+        """Begin a backward; the pool stays as the last one left it.
 
-        Gradients have been zeroed, to None, or are added to those that are there.
+        Gradients are None, or the new ones are added to those that are there.
         """
         self.gradients = self.there
         self.missing = [len(bucket.params) for bucket in self.plan.buckets]
@@ -127,8 +127,8 @@ class _Transports:
         self.next = 0
 
     def _copies(self) -> int:
-        """Bytes of what other ranks of this machine read updated parameters from, unit by unit.
-        Gradients that travel as they are leave buffers of that size; codes are smaller."""
+        """Return the bytes of what other ranks of this machine read updated parameters from, unit
+        by unit. Gradients that travel as they are leave buffers of that size; codes are smaller."""
         coded = any(bucket.coded is not None for bucket in self.plan.buckets)
         if self.carrier is not Carrier.MEMORY or not self.scattered or not coded:
             return 0
@@ -145,7 +145,7 @@ class _Transports:
         return sum(self.waiting) + self.left
 
     def gradient(self, param: int, size: float) -> float:
-        """One is complete; returns its bytes where it is packed at once, and gone after that."""
+        """Add a complete gradient; return its bytes if it is packed and freed at once."""
         number = self.bucket_of[param]
         if _has_own_gradients(self.plan.buckets[number]):
             self.gradients += 0.0 if self.there else size
@@ -167,7 +167,7 @@ class _Transports:
         return self.pool.held + self.copies
 
     def end(self) -> None:
-        """All averages are there."""
+        """Finish all buckets: the averages have arrived."""
         while self.under_way:
             self._finish()
 
@@ -216,7 +216,7 @@ def phases_of(
     carrier: Carrier = Carrier.MEMORY,
     framework: float = 0.0,
 ) -> tuple[Memory, Memory]:
-    """The most of forward and backward, and of the optimizer's step, once both have settled.
+    """Return the most of forward and backward, and of the optimizer's step, once both have settled.
 
     Args:
         planned: what `engine_plan` returned for this strategy.
@@ -237,7 +237,7 @@ def phases_of(
 
 
 def peak_of(phases: tuple[Memory, Memory]) -> Memory:
-    """The larger one."""
+    """Return the larger one."""
     return max(phases, key=lambda memory: memory.total)
 
 
@@ -248,7 +248,7 @@ def _ordered(items: dict[str, float]) -> dict[str, float]:
 def _persistent(
     record: Record, strategy: Strategy, planned: tuple[BucketPlan, list[Unit]]
 ) -> dict[str, float]:
-    """Bytes from step to step, without the optimizer's."""
+    """Return the bytes from step to step, without the optimizer's."""
     plan, units = planned
     items = dict.fromkeys(ITEMS, 0.0)
     items["parameters"] = float(record.nbytes + record.frozen + record.buffers)
@@ -277,12 +277,12 @@ def _persistent(
 
 
 def _has_own_gradients(bucket: PlannedBucket) -> bool:
-    """Whether every rank keeps its gradients, and not as views of its buffer."""
+    """Return whether every rank keeps its gradients, and not as views of its buffer."""
     return not bucket.shards and (bucket.coded is not None or not bucket.views)
 
 
 def _buffer_bytes(bucket: PlannedBucket) -> float:
-    """Bytes of a bucket whose gradients every rank keeps."""
+    """Return the bytes of a bucket whose gradients every rank keeps."""
     if bucket.coded is None:
         return float(bucket.nbytes)
     found = 2.0 * bucket.nbytes
@@ -295,21 +295,22 @@ def _buffer_bytes(bucket: PlannedBucket) -> float:
 
 
 def _residual_bytes(bucket: PlannedBucket) -> int:
-    """Bytes of residuals of a sharded bucket, which each rank feeds back as a whole."""
+    """Return the bytes of residuals of a sharded bucket, which each rank feeds back as a whole."""
     if bucket.coded is None or not bucket.coded.error_feedback or bucket.regions is None:
         return 0
     return _WIDE * bucket.regions.ranks * bucket.regions.numel
 
 
 def _narrow(record: Record) -> int:
-    """Elements of parameters of 16 bits."""
+    """Return the number of elements in parameters of 16 bits."""
     return sum(p.numel for p in record.params if p.dtype.itemsize == 2)
 
 
 def _optimizer_of(
     record: Record, strategy: Strategy, units: list[Unit], optimizer: OptimizerTrace
 ) -> Allocations:
-    """Memory of the optimizer on the rank that holds most: the first, or that of the largest piece.
+    """Return the optimizer's memory on the rank that holds most: the first, or that of the largest
+    piece.
 
     Masters step on gradients in fp32, which exist during the step. Units step one after the other;
     those of stage 3 have such gradients already.

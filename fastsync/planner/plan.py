@@ -78,7 +78,7 @@ def make_plan_of(scenario: Scenario, worlds: Sequence[int]) -> Plan:
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns; the first is aligned to the left, the others to the right."""
+    """Return columns; the first is aligned to the left, the others to the right."""
     cells = [list(headers), *map(list, rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
     lines = []

@@ -51,40 +51,40 @@ def _read(text: str, units: dict[str, float], example: str) -> float:
 
 
 def count(text: str) -> int:
-    """A number of things: 70e9, 70B, 124M."""
+    """Parse a number of things: 70e9, 70B, 124M."""
     return round(_read(text.lower(), _COUNTS, "70e9 or 70B"))
 
 
 def whole(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{text!r} is no whole number of at least 1")
     return int(text)
 
 
 def worlds(text: str) -> tuple[int, ...]:
-    """Numbers of GPUs, separated by commas."""
+    """Parse numbers of GPUs, separated by commas."""
     return tuple(whole(part.strip()) for part in text.split(","))
 
 
 def nbytes(text: str) -> float:
-    """Bytes: 80GB (of 10^9), 24GiB (of 2^30)."""
+    """Parse bytes: 80GB (of 10^9), 24GiB (of 2^30)."""
     return _read(text, _BYTES, "80GB or 24GiB")
 
 
 def rate(text: str) -> float:
-    """Bytes per second: 450GB/s, 10Gbit/s."""
+    """Parse bytes per second: 450GB/s, 10Gbit/s."""
     units = {f"{unit}/s": factor for unit, factor in {**_BYTES, **_BITS}.items()}
     return _read(text, units, "450GB/s or 10Gbit/s")
 
 
 def seconds(text: str) -> float:
-    """A duration: 5us, 1.2ms."""
+    """Parse a duration: 5us, 1.2ms."""
     return _read(text, _SECONDS, "5us or 1.2ms")
 
 
 def ratio(text: str) -> float:
-    """A share, above 0 and at most 1: 0.4 or 40%."""
+    """Parse a share, above 0 and at most 1: 0.4 or 40%."""
     try:
         value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
@@ -95,19 +95,19 @@ def ratio(text: str) -> float:
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """Sizes of a batch, first dimension first: 8x1024."""
+    """Parse sizes of a batch, first dimension first: 8x1024."""
     return tuple(whole(part) for part in text.lower().split("x"))
 
 
 def dtype(text: str) -> torch.dtype:
-    """fp32, bf16, fp16 or fp64."""
+    """Parse a dtype: fp32, bf16, fp16 or fp64."""
     if text not in DTYPES:
         raise ValueError(f"{text!r} is no dtype of parameters; choose one of {', '.join(DTYPES)}")
     return DTYPES[text]
 
 
 def gigabytes(value: float) -> str:
-    """Bytes as people read memory: 227.5 GB, 12.3 MB."""
+    """Format bytes as people read memory: 227.5 GB, 12.3 MB."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= factor * (1e4 if unit == "TB" else 1.0):
             return f"{value / factor:.4g} {unit}"
@@ -115,7 +115,7 @@ def gigabytes(value: float) -> str:
 
 
 def operations(value: float) -> str:
-    """Floating-point operations: 1.23 TFLOP, 30 GFLOP."""
+    """Format floating-point operations: 1.23 TFLOP, 30 GFLOP."""
     for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= factor:
             digits = ".3g" if value < 1e3 * factor else ".0f"
@@ -124,7 +124,7 @@ def operations(value: float) -> str:
 
 
 def millions(number: float) -> str:
-    """A number of things: 7 B, 27.3 M, 4,096."""
+    """Format a number of things: 7 B, 27.3 M, 4,096."""
     for unit, factor in (("B", 1e9), ("M", 1e6)):
         if number >= factor:
             return f"{number / factor:,.1f}".removesuffix(".0") + f" {unit}"
@@ -132,7 +132,7 @@ def millions(number: float) -> str:
 
 
 def shown_seconds(value: float) -> str:
-    """A duration: 1.23 s, 45.6 ms, 7.8 us."""
+    """Format a duration: 1.23 s, 45.6 ms, 7.8 us."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if value >= factor:
             digits = ".3g" if value < 100 * factor else ".0f"

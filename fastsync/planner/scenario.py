@@ -110,7 +110,7 @@ class Scenario:
         return Candidate(strategy, memory, self.time(strategy), fits, largest, samples)
 
     def memory(self, strategy: Strategy) -> Memory:
-        """Memory of a rank at its peak, with the batch that was asked for."""
+        """Return the memory of a rank at its peak, with the batch that was asked for."""
         return self._peak(strategy, self.record(strategy.checkpointing))
 
     def _peak(self, strategy: Strategy, record: Record) -> Memory:
@@ -139,7 +139,7 @@ class Scenario:
         return simulate(job_of(record, strategy, plan, compute, cluster, self.device), self.jitter)
 
     def compute(self, checkpointing: bool = False) -> Compute:
-        """Computing times of a rank."""
+        """Return the computing times of a rank."""
         if self.measured is None:
             return self._traced_compute(checkpointing)
         if not checkpointing:

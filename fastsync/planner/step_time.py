@@ -196,7 +196,7 @@ def job_of(
 
 
 def _coding_seconds(record: Record, bucket: PlannedBucket, device: Device) -> float:
-    """Seconds of a rank's work to code a bucket and its sums."""
+    """Return the seconds of a rank's work to code a bucket and its sums."""
     if bucket.coded is None:
         return 0.0
     own = sum(record.params[index].nbytes for index in bucket.params)
@@ -207,7 +207,7 @@ def _coding_seconds(record: Record, bucket: PlannedBucket, device: Device) -> fl
 def _bucket_cost(
     bucket: PlannedBucket, strategy: Strategy, cluster: Cluster, coding: float
 ) -> tuple[float, float]:
-    """Seconds and bytes of a bucket's collectives.
+    """Return the seconds and bytes of a bucket's collectives.
 
     Args:
         coding: seconds of coding.
@@ -311,7 +311,7 @@ def _of_units(job: Job, slow: float) -> float:
 
 
 def _walk(units: Sequence[UnitCost], slow: float, backward: bool) -> float:
-    """Seconds of a forward or backward of units in this order.
+    """Return the seconds of a forward or backward of units in this order.
 
     One lane computes, the other communicates.
     """

@@ -48,7 +48,7 @@ class Carrier(Enum):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether gradients are in host memory."""
+        """Return whether gradients are in host memory."""
         return self is not Carrier.DEVICES
 
 
@@ -85,13 +85,13 @@ class Strategy:
 
     @property
     def hybrid(self) -> bool:
-        """Whether groups that share repeat each other."""
+        """Return whether groups that share repeat each other."""
         return self.stage > 0 and self.shards < self.world
 
     @property
     def possible(self) -> bool:
-        """Whether the wire can carry what this stage sends: shares are added up by parts, and those
-        of stage 3 have no error feedback."""
+        """Return whether the wire can carry what this stage sends: shares are added up by parts,
+        and those of stage 3 have no error feedback."""
         wire = Wire(self.wire)
         by_parts = self.stage == 0 or wire.adds_by_parts
         return by_parts and not (self.stage == 3 and wire.feedback_for(make_codec(self.wire)))
@@ -105,7 +105,7 @@ class Strategy:
 
 
 def named(kind: str, world: int, per_node: int) -> Strategy:
-    """The strategy "0", "1", "2", "3" or "hsdp" on `world` ranks."""
+    """Return the strategy "0", "1", "2", "3" or "hsdp" on `world` ranks."""
     if kind == "hsdp":
         return Strategy(3, world, min(per_node, world))
     return Strategy(int(kind), world, world)
@@ -136,7 +136,7 @@ def _specs(record: Record, wire: str, device: str) -> list[ParamSpec]:
 
 
 def shard_units(record: Record, plan: BucketPlan, shards: int) -> list[Unit]:
-    """The units that stages 1 and 2 make of a plan's buckets."""
+    """Return the units that stages 1 and 2 make of a plan's buckets."""
     units = []
     for bucket in plan.buckets:
         params = tuple(sorted(bucket.params))
@@ -152,7 +152,7 @@ def shard_units(record: Record, plan: BucketPlan, shards: int) -> list[Unit]:
 def _owned(
     offsets: Sequence[int], numels: Sequence[int], region: int, rank: int
 ) -> tuple[int, ...]:
-    """Elements of each parameter in a rank's region."""
+    """Return the elements of each parameter in a rank's region."""
     begin, end = rank * region, (rank + 1) * region
     pairs = zip(offsets, numels, strict=True)
     return tuple(max(0, min(at + numel, end) - max(at, begin)) for at, numel in pairs)
@@ -173,7 +173,7 @@ def engine_plan(
     carrier: Carrier = Carrier.MEMORY,
     buckets: BucketPolicy | None = None,
 ) -> tuple[BucketPlan, list[Unit]]:
-    """The plan that the engine makes after its first step, and its units where ranks share.
+    """Return the plan that the engine makes after its first step, and its units where ranks share.
 
     Args:
         network: as the first step measures it; None: nothing follows from it.
@@ -199,8 +199,8 @@ def engine_plan(
 def _shared(
     bucket: PlannedBucket, unit: Unit, members: Sequence[ParamSpec], ranks: int, policy: SyncPolicy
 ) -> PlannedBucket:
-    """A bucket in its unit's layout. Which part goes to which rank is left out: of thousands of
-    ranks that would be more than all the rest."""
+    """Return a bucket in its unit's layout. Which part goes to which rank is left out: of thousands
+    of ranks that would be more than all the rest."""
     numels = tuple(spec.numel for spec in members)
     layout = FlatLayout(unit.offsets, numels, -1, unit.region * ranks)
     codec, regions, coded = regions_codec(members, policy, ranks), None, None
@@ -226,7 +226,7 @@ def codes_of(strategy: Strategy, gradients: torch.dtype) -> Codes | None:
 
 
 def coded_units(record: Record, strategy: Strategy) -> dict[int, float]:
-    """Bytes of a rank's codes of each unit's gradients, those that it keeps among them.
+    """Return the bytes of a rank's codes of each unit's gradients, those that it keeps among them.
 
     Empty if gradients travel as they are.
     """

@@ -70,11 +70,11 @@ class _Recorder(TorchDispatchMode):
         self._next = 0
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """Number of its storage, if that was allocated in the trace."""
+        """Return the number of its storage, if that was allocated in the trace."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Their memory is counted elsewhere."""
+        """Leave these tensors out: their memory is counted elsewhere."""
         for tensor in tensors:
             self._numbers[tensor.untyped_storage()._cdata] = -1
 
@@ -156,7 +156,7 @@ class _UnitMarks:
 
 
 def _scratch_of(func: Any, args: tuple[Any, ...]) -> int:
-    """Bytes beside the results that oneDNN holds on a CPU while it convolves.
+    """Return the bytes beside the results that oneDNN holds on a CPU while it convolves.
 
     Both directions compute on copies in blocks of channels: the forward on the weight and the
     input, or the output where few channels come in; the backward first on input and gradient, then
@@ -179,13 +179,13 @@ def _scratch_of(func: Any, args: tuple[Any, ...]) -> int:
 
 
 def units_of(module: nn.Module) -> list[Sequence[nn.Module]]:
-    """The modules of each unit, by its number; the root's is the first."""
+    """Return the modules of each unit, by its number; the root's is the first."""
     chosen = choose_units(module, None)
     return [[module], *([each] if isinstance(each, nn.Module) else each for each in chosen)]
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The layers that a model repeats: the outermost ones that a list holds several of.
+    """Return the layers that a model repeats: the outermost ones that a list holds several of.
 
     A list is an `nn.ModuleList` or `nn.Sequential`; a layer has parameters and parts of its own.
     """
@@ -225,7 +225,7 @@ def _explained(what: str, kind: type[TraceError] = TraceError) -> Iterator[None]
 
 
 def _without_memory(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """The module with parameters and buffers that are fake and on the CPU; ties are kept.
+    """Return the module with parameters and buffers that are fake and on the CPU; ties are kept.
 
     Args:
         dtype: of those that hold floating-point numbers, where it is not None.
@@ -266,7 +266,7 @@ def _default_loss(output: object, batch: torch.Tensor) -> torch.Tensor:
 
 
 def _make_batch(module: nn.Module, shape: Sequence[int]) -> torch.Tensor:
-    """Token numbers where the model begins with an embedding, else numbers of its own dtype."""
+    """Return token numbers if the model begins with an embedding, else numbers of its own dtype."""
     kinds = (m for m in module.modules() if any(True for _ in m.parameters(recurse=False)))
     if isinstance(next(kinds, None), nn.Embedding):
         return torch.zeros(tuple(shape), dtype=torch.int64)
@@ -282,7 +282,7 @@ def trace_model(
     dtype: torch.dtype | None = None,
     checkpointing: bool = False,
 ) -> Record:
-    """Traces a forward and a backward of what `build` returns.
+    """Trace a forward and a backward of what `build` returns.
 
     Args:
         batch: sizes of the input, samples first. Tokens for a model that begins with an embedding.
@@ -380,7 +380,7 @@ def _record(
 def trace_optimizer(
     name: str, sizes: Sequence[tuple[tuple[int, ...], torch.dtype]], foreach: bool
 ) -> Allocations:
-    """Traces a step of torch's optimizer `name` on parameters of these shapes.
+    """Trace a step of torch's optimizer `name` on parameters of these shapes.
 
     Args:
         name: of a class of torch.optim, in any case: adamw, sgd.

@@ -132,7 +132,7 @@ class UnitSizes:
 
 
 def share_of(param: TracedParam, shards: int) -> tuple[int, ...]:
-    """Sizes of the first rank's share."""
+    """Return the sizes of the first rank's share."""
     return Shape(param.shape).local(0, shards)
 
 
@@ -192,7 +192,7 @@ def _sizes(
 
 
 def _own(layout: ChunkLayout, shapes: Sequence[Shape], world: int) -> int:
-    """Elements of one rank's messages."""
+    """Return the number of elements in one rank's messages."""
     return layout.packed + sum(shapes[m].share(world) for m, _, alone in layout.places if alone)
 
 
@@ -204,7 +204,7 @@ class _Reduction:
     waiting: float  # bytes of gradients that are sent from where they lie
 
     def temporary(self, accumulates: bool) -> int:
-        """Bytes of sums that do not become gradients themselves."""
+        """Return the bytes of sums that do not become gradients themselves."""
         return sum(s.sums for s in self.sizes if accumulates or s.gradients != s.sums)
 
 
@@ -256,7 +256,8 @@ class Units:
         return self._pool.held + self._letters.held
 
     def begin(self) -> None:
-        """A forward begins. The optimizer's step lies between, in which others have read."""
+        """Begin a forward. The other ranks have read messages during the optimizer's step before
+        it."""
         self._read += self._posted.values()
         self._posted.clear()
         self._take_back()
@@ -272,12 +273,12 @@ class Units:
             self.gradients = 0
 
     def gradient(self, param: int, size: float) -> float:
-        """One is complete, and stays."""
+        """Add a complete gradient, which stays."""
         self._arrived[param] = size
         return 0.0
 
     def reaches(self, at: int, mark: Mark) -> float:
-        """The mark at this place of the trace; returns bytes that are held for a moment besides."""
+        """Replay the mark at this place of the trace; return bytes that are held for a moment."""
         unit = mark.place
         if mark.kind not in ("enter", "leave", "return", "through") or unit not in self._sizes:
             return 0.0
@@ -294,7 +295,7 @@ class Units:
         return 0.0
 
     def end(self) -> None:
-        """The backward is over."""
+        """End the backward."""
         for unit in sorted(self._sizes):
             if unit not in self._over:
                 self._end(unit)
@@ -346,7 +347,7 @@ class Units:
             self._pool.give(block)
 
     def _post(self, unit: int, what: str, size: int) -> None:
-        """Writes a letter. Those of which this rank has read the others' are read before it takes
+        """Write a letter. Those of which this rank has read the others' are read before it takes
         more memory: see csrc/comm/shm_messages.cpp."""
         if size:
             self._take_back()
@@ -366,7 +367,7 @@ class Units:
             self._pool.give(block)
 
     def _end(self, unit: int) -> float:
-        """A backward is through; returns bytes that only sending needs."""
+        """End a unit's backward; return the bytes that only sending needs."""
         self._over.add(unit)
         self._release(unit)
         while self._reducing:
@@ -393,7 +394,8 @@ class Units:
         return sending
 
     def _keep(self, sizes: Sequence[UnitSizes], are_sums: bool) -> None:
-        """Gradients are there: those that are sums as soon as these are made, others later."""
+        """Count new gradients: those that are the sums themselves when these are made, others
+        later."""
         made = (s.gradients for s in sizes if (s.gradients == s.sums) == are_sums)
         self.gradients += 0 if self._accumulates else sum(made)
 

@@ -18,7 +18,7 @@ class SyncFault(RuntimeError):
         phase: what the first of them was doing when it was last heard of: "forward", "after
             forward", "backward", "waiting" (for others), "gathering" (parameters), "reducing" (a
             unit's gradients), "planning", "comparing" (replicas), "wrapping" (the model) or
-            "between steps"; empty where it had not begun to wrap the model, or that is unknown.
+            "between steps"; empty if it had not started to wrap the model, or if that is unknown.
         bucket: the bucket that this rank waited for, from 0; -1 where it waited for something else.
         parameters: names of those in that bucket, or unit.
         seconds: that this rank had waited.

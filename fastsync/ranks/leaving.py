@@ -3,8 +3,8 @@ collectives.
 
 A thread of Gloo that has ended a collective drops its work handle, and with it what Python lent it:
 tensors that have a Python object, those of earlier collectives where the last one was a barrier.
-For that it takes the GIL. Python ends every other thread that asks for the GIL once it has begun to
-finalise, by unwinding its stack, through destructors that must not be unwound: the process aborts
+For that it takes the GIL. Once Python finalises, it ends every other thread that asks for the GIL,
+by unwinding its stack, through destructors that must not be unwound: the process aborts
 ("terminate called without an active exception") after all its work is done, torchrun reports a
 failure, and the torchrun of another node waits five minutes for this one. It happens to about one
 in ten short trainings on a busy machine, under any wrapper.

@@ -56,7 +56,7 @@ _STORE_ANSWERS = timedelta(seconds=1)  # at the end of a process
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent to a rank that asks: a head, and bytes whose number it knows from the head."""
+    """The answer to a rank that asks: a head, and bytes, whose number follows from the head."""
 
     head: bytes
     body: Iterable[memoryview]
@@ -169,12 +169,12 @@ class Server:
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listening.close()
-        for thread in (self._acceptor, self._keeper):  # which must not outlive the interpreter
+        for thread in (self._acceptor, self._keeper):  # must end before the interpreter
             if thread is not None:
                 thread.join(2 * _STORE_ANSWERS.total_seconds())
 
     def abandon(self) -> None:
-        """Let go of the connections in a forked process, where they would outlive this one."""
+        """Close the connections in a forked process, which would keep them open too long."""
         self.closed = True
         for connection in (self._listening, *self._connections):
             with contextlib.suppress(OSError):
@@ -306,7 +306,7 @@ def _reach(host: str, port: int) -> Store:
 
 @cache
 def _servers() -> dict[str, Server]:
-    """Those of this process, by host."""
+    """Return the servers of this process, by host."""
     return {}
 
 
@@ -328,7 +328,7 @@ Waits = Callable[[], AbstractContextManager[Callable[[], None]]]
 
 
 class _Answers(RawIOBase):
-    """What comes over a connection, from a rank that may be stopped."""
+    """The bytes of a connection, from a rank that may be stopped."""
 
     def __init__(self, connection: socket.socket, waits: Waits) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class Call:
     Args:
         address: its `Server.address`.
         lost_after: seconds in which its machine may acknowledge nothing.
-        waits: looks out for that rank.
+        waits: watches that rank.
 
     Raises:
         OSError: it cannot be reached.

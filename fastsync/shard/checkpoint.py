@@ -159,7 +159,7 @@ class OptimizerCheckpoint:
     def _whole_state(
         self, optimizer: Optimizer, taken: ShardedOptimizer
     ) -> dict[str, dict[str, Any]]:
-        """The state of all parameters by name, fetched from the other ranks. Not collective."""
+        """Fetch the state of all parameters by name from the other ranks. Not collective."""
         states = {**held_state(optimizer), **taken.fetch()}
         params = (param for group in optimizer.param_groups for param in group["params"])
         return {self._names[id(p)]: dict(state) for p in params if (state := states.get(p))}
@@ -223,7 +223,7 @@ class OptimizerCheckpoint:
         return found.tolist() == [1, 0]
 
     def _groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """The settings, with names in place of parameters.
+        """Return the settings, with names in place of parameters.
 
         Raises:
             ValueError: a parameter is none of the model's.
@@ -350,7 +350,7 @@ def _part(held: _Held, name: str, value: Any) -> Any:
 
 
 def _cut(held: _Held, whole: torch.Tensor) -> torch.Tensor:
-    """The elements that this rank owns, of a tensor of all."""
+    """Return the elements that this rank owns, of a tensor of all."""
     like, device = held.param, held.tensor.device
     ordered = torch.empty_strided(like.shape, like.stride(), dtype=whole.dtype, device=device)
     ordered.copy_(whole)
@@ -364,7 +364,7 @@ def _is_whole(state: State) -> bool:
 
 
 def _matched(groups: Sequence[State], state: State) -> list[dict[str, Any]]:
-    """The saved settings of each group, found by the names of its parameters.
+    """Return the saved settings of each group, found by the names of its parameters.
 
     Raises:
         TypeError, ValueError: the state is none, or that of other parameters or groups.
@@ -395,6 +395,6 @@ def _matched(groups: Sequence[State], state: State) -> list[dict[str, Any]]:
 
 
 def _innermost(optimizer: Optimizer) -> Optimizer:
-    """Libraries wrap optimizers in others, which share its state."""
+    """Return the wrapped optimizer: libraries wrap one in another, which shares its state."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner if isinstance(inner, Optimizer) else optimizer

@@ -105,7 +105,7 @@ _CHANGES: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
 def _views(
     like: torch.Tensor, part: torch.Tensor, begin: int
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """The rectangles of consecutive elements, by their offsets."""
+    """Return the rectangles of consecutive elements, by their offsets."""
     strides = like.stride()
     order = sorted(range(like.dim()), key=lambda dim: -strides[dim])
     place = [order.index(dim) for dim in range(like.dim())]

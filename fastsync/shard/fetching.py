@@ -9,12 +9,12 @@ rank fetches, each sends its part to all, as in an all-gather.
 Each rank counts the changes of its state that have been completed: steps, and `load_state_dict()`.
 The numbers are the same on all ranks, since every rank makes the same calls in the same order. A
 rank that fetches sends its number. A rank that has completed fewer changes lets it wait; one that
-has begun another refuses, and one that is being read begins no other. Where every rank fetches, one
-may be ahead and could begin the next change without the others: a step whose gradients have come
-already, or a load_state_dict(). So a rank that has fetched asks the others to tell it when they
-have come to their next change, and then begins its own. What a script writes to `optimizer.state`
-makes no version, but is counted and waited for, too: it is the next change of a rank that comes to
-it, and whoever fetches after it waits for those that have not written as much.
+has started another refuses, and one that is being read starts no other. If every rank fetches, one
+may be ahead and could start the next change without the others: a step whose gradients have already
+arrived, or a load_state_dict(). So a rank that has fetched asks the others to tell it when they
+reach their next change, and then starts its own. A write of the script to `optimizer.state` makes
+no version, but is counted and waited for, too: it is the next change of a rank that reaches it, and
+a rank that fetches after it waits for those that have not written as much.
 
 Tensors travel as bytes, from the memory of one rank to the place in the whole parameter's state on
 the other.
@@ -84,22 +84,22 @@ class Gate:
 
     @property
     def changing(self) -> bool:
-        """Whether a change has begun that has not been completed."""
+        """Return whether a change has begun that has not been completed."""
         return self._changing
 
     def arrive(self) -> None:
-        """Come to a change, and tell who waits for that."""
+        """Reach a change, and notify waiting threads."""
         with self._turn:
             self.arrived = (self.version + 1, 0)
             self._turn.notify_all()
 
     @property
     def stands(self) -> tuple[int, int]:
-        """The version, and how many values have been written to it."""
+        """Return the version, and how many values have been written to it."""
         return self.version, self._written
 
     def arrive_to_write(self) -> None:
-        """Come to the writing of a value between two changes, and tell who waits for that."""
+        """Reach the writing of a value between two changes, and notify waiting threads."""
         with self._turn:
             self.arrived = max(self.arrived, (self.version, self._written + 1))
             self._turn.notify_all()
@@ -337,9 +337,10 @@ class Others:
 
 
 class Shares:
-    """What this rank has of one optimizer's state, for itself and for the ranks that ask.
+    """This rank's part of one optimizer's state, for itself and for the ranks that ask.
 
-    Kept for a while when the optimizer has died, so it keeps neither that nor the model alive.
+    It is kept for a while after the optimizer has died, so it keeps neither that nor the model
+    alive.
 
     Attributes:
         gate: says when others may read.
@@ -361,7 +362,7 @@ class Shares:
         self._name = self._group = ""
 
     def use(self, cut: Cut, spaces: Sequence[Space]) -> None:
-        """Have what this rank steps on of these spaces, from now on."""
+        """Hold this rank's pieces of these spaces from now on."""
         self._cut = cut
         self.stepped = set()
         self._held = [
@@ -378,7 +379,7 @@ class Shares:
             self._server.serve(self._name, self)
 
     def outlive(self) -> None:
-        """The optimizer has died. Other ranks may still ask."""
+        """Keep answering other ranks for a while after the optimizer has died."""
         if self._server is not None:
             self._server.outlive(self._name, self, self._group)
 
@@ -393,7 +394,7 @@ class Shares:
         loaded: torch.Tensor | None,
         states: Mapping[torch.Tensor, State],
     ) -> State:
-        """The state of a piece as checkpoints hold it: with its master, once that was stepped on.
+        """Return a piece's state as in checkpoints: with its master, once that was stepped on.
 
         Args:
             loaded: a master that has been loaded since the last step.
@@ -444,7 +445,7 @@ def fetch_whole(
     """Return the states of whole parameters; nothing of those that have none. Not collective.
 
     Args:
-        cut: among whom the state is shared.
+        cut: the ranks that share the state.
         own: what this rank has.
         others: to be asked for the other shares.
         number: of the optimizer.

@@ -53,7 +53,7 @@ class Sharers:
         self._norms_of: tuple[object, ...] = ()
 
     def norm(self, share: Share, order: float) -> torch.Tensor:
-        """The norm of one gradient. Those of all others come with it, in one exchange."""
+        """Return the norm of one gradient. Those of all others come with it, in one exchange."""
         state = (order, *((id(unit), unit.version()) for unit in self.units))
         if state != self._norms_of:
             self._norms = self._exchange_norms(order)
@@ -74,7 +74,7 @@ class Sharers:
 
 
 def _powers(piece: torch.Tensor, order: float) -> torch.Tensor:
-    """The sum of |x|^order; the largest |x| where it is infinite."""
+    """Return the sum of |x|^order; the largest |x| where it is infinite."""
     wide = torch.float64 if piece.dtype is torch.float64 else torch.float32
     if piece.numel() == 0:
         return torch.zeros((), dtype=wide, device=piece.device)
@@ -100,7 +100,7 @@ class Share:
         self._pending: torch.Tensor | None = None
 
     def shards(self) -> GradientShards:
-        """The unit.
+        """Return the unit.
 
         Raises:
             RuntimeError: its model is gone.

@@ -42,12 +42,12 @@ class Cut:
 
     @property
     def before(self) -> int:
-        """The share whose second holder this rank is, if they are doubled."""
+        """Return the share whose second holder this rank is, if they are doubled."""
         return (self.mine - 1) % self.size
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The shares that this rank steps on."""
+        """Return the shares that this rank steps on."""
         return (self.mine, self.before) if self.doubled and self.size > 1 else (self.mine,)
 
     def offered(self, present: Collection[int]) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ def cut_by_elements(numels: Sequence[int], world: int, alignment: int = ALIGNMEN
 
 
 def cut_by_tensors(numels: Sequence[int], world: int, alignment: int = ALIGNMENT) -> ShardLayout:
-    """Whole parameters: the largest first, each to the rank that owns least so far.
+    """Assign whole parameters, the largest first, each to the rank that owns least so far.
 
     Parameters and regions begin at multiples of `alignment`.
     """

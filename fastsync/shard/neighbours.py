@@ -103,7 +103,7 @@ class _Recut:
             self._collect(space)
 
     def _collect(self, space: Space) -> None:
-        """Collective."""
+        """Collect one space's states for the new shares. Collective."""
         sharing = self._sharded.sharing(space, self._cut.size)
         layout = lay_out(space.params, self._cut.size, sharing)
         wanted = defaultdict(list)
@@ -222,7 +222,7 @@ class Neighbours:
         self._prepared = self._recut(common, present)
 
     def prepare_late(self) -> None:
-        """The same for what has been left for later. Collective."""
+        """Collect the state of the optimizers that `prepare` has left for later. Collective."""
         self._late, late = frozenset(), self._late
         self._prepared = self._recut(late, self._cut.ranks)
 
@@ -238,7 +238,7 @@ class Neighbours:
         self._owner.meet_again()
 
     def _recut(self, numbers: Collection[int], present: Collection[int]) -> list[_Recut]:
-        """Collective."""
+        """Collect the states of these optimizers for the new shares. Collective."""
         group, cut = self._owner.engine.group, self._cut
         known = {sharded.number: (sharded, optimizer) for optimizer, sharded in self._owner.known()}
         with torch.no_grad():
@@ -246,7 +246,7 @@ class Neighbours:
 
 
 def _compared(standings: Iterable[_Standing]) -> tuple[list[int], frozenset[int]]:
-    """Numbers of the optimizers of which all ranks have made as many steps, and of the others.
+    """Return the numbers of optimizers with the same steps on all ranks, and those of the others.
 
     None of those that a rank has seen the end of: no rank steps with them any more.
     """

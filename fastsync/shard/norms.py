@@ -100,7 +100,8 @@ def _rounded(share: float) -> float:
 
 
 def _known(params: Sequence[torch.Tensor], holders: Holders) -> _Squares | None:
-    """Without reading what is spread, or what buckets know; None where that cannot be."""
+    """Return the sums without a read of sharded gradients, or of sums of buckets; None if
+    impossible."""
     units = [] if holders.sharers is None else holders.sharers.units
     known = holders.reducer.squares(params, [unit.core for unit in units])
     if known is None:

@@ -491,13 +491,14 @@ class ShardedOptimizer:
         self.blank, self._view.used = False, True
 
     def saved(self, optimizer: Optimizer, tensor: torch.Tensor) -> State:
-        """The state of a piece as checkpoints hold it: with its master, once stepped on."""
+        """Return the state of a piece as checkpoints hold it: with its master, once stepped on."""
         space, piece = self._places[tensor]
         held = held_state(optimizer)
         return self.shares.saved(tensor, space.loaded_master(piece), held)
 
     def take_master(self, tensor: torch.Tensor, state: Mapping[str, Any]) -> State:
-        """The rest of what `saved` returned. Without a master there it follows the parameter."""
+        """Take the master of what `saved` returned; return the rest. Without one it follows the
+        parameter."""
         if MASTER in state:
             space, piece = self._places[tensor]
             if space.load_master(piece, state[MASTER]):
@@ -505,7 +506,7 @@ class ShardedOptimizer:
         return {name: value for name, value in state.items() if name != MASTER}
 
     def give_back(self, optimizer: Optimizer) -> None:
-        """The whole state, as it was before the optimizer was taken over. Collective."""
+        """Restore the whole state, as if the optimizer had not been taken over. Collective."""
         self._owner.delivery.until_all(lambda: self._collect_state(optimizer))
         self.take_state(optimizer)
         self.let_go(optimizer)
@@ -643,7 +644,7 @@ class ShardedOptimizer:
             optimizer.state.update(whole)
 
     def fetch(self) -> dict[torch.Tensor, State]:
-        """The state of whole parameters, from the ranks that have it. Not collective.
+        """Return the state of whole parameters, from the ranks that have it. Not collective.
 
         Raises:
             RuntimeError: this rank or another is not between two steps.
@@ -671,9 +672,9 @@ class ShardedOptimizer:
             optimizer.state = self._view  # type: ignore[assignment]
 
     def _check_loaded(self, optimizer: Optimizer, loaded: State) -> None:
-        """Torch's flattened form is taken apart by what an optimizer has for whole parameters.
+        """Refuse torch's flattened form, which needs the optimizer's state of whole parameters.
 
-        What is loaded is kept as it is.
+        Keep the loaded state as it is.
         """
         states = loaded.get("state", {})
         held = held_state(optimizer)
@@ -695,6 +696,6 @@ class ShardedOptimizer:
         return whole
 
     def _collect_state(self, optimizer: Optimizer) -> None:
-        """Collective."""
+        """Collect the state of whole parameters from all ranks. Collective."""
         group = self._owner.engine.group
         self._collected = whole_states(self.spaces, partial(self.saved, optimizer), group)

@@ -114,7 +114,7 @@ class Passing:
         sharded.serve()
 
     def _unknown(self, asked: Collection[int]) -> list[str]:
-        """Classes of those that have been taken over, but cannot be passed on."""
+        """Return the classes of those that have been taken over, but cannot be passed on."""
         assert self._sharded is not None
         return [
             type(optimizer).__name__

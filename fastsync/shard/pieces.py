@@ -79,7 +79,7 @@ def of_master(state: State | None, loaded: State | None) -> State | None:
 
 
 def cut_value(space: Space, piece: Piece, param: torch.Tensor, value: Any) -> Any:
-    """A value of a parameter's state, as its piece needs it: memory of its own."""
+    """Return a value of a parameter's state, as its piece needs it: memory of its own."""
     if not isinstance(value, torch.Tensor):
         return value
     return (space.cut(piece, value) if value.shape == param.shape else value).clone()
@@ -108,7 +108,7 @@ def unlike_parts(name: str) -> ValueError:
 
 
 def join(space: Space, parts: Sequence[tuple[Piece, State]]) -> State:
-    """The state of a whole parameter from that of its pieces.
+    """Return the state of a whole parameter from that of its pieces.
 
     Raises:
         ValueError: a value belongs to no elements, and pieces differ in it.

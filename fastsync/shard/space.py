@@ -35,12 +35,12 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True)
 class Sharing:
-    """What the ranks do with the parameters of one flat buffer.
+    """How the ranks share the parameters of one flat buffer.
 
     Attributes:
         gradients: they may share their gradients, too.
-        masters: what each rank owns it has in fp32, too, and steps on that.
-        wire: what parameters travel as, which have masters then; None: as they are.
+        masters: each rank has its own elements in fp32, too, and steps on those.
+        wire: the format of parameters on the wire, which then have masters; None: as they are.
         whole: each parameter has one owner.
     """
 
@@ -51,14 +51,14 @@ class Sharing:
 
 
 def lay_out(params: Sequence[torch.Tensor], shares: int, sharing: Sharing) -> ShardLayout:
-    """Where they lie in their buffer."""
+    """Return the positions of parameters in their buffer."""
     divide = cut_by_tensors if sharing.whole else cut_by_elements
     align = ALIGNMENT if sharing.wire is None else codes.ALIGNMENT
     return divide([param.numel() for param in params], shares, align)
 
 
 def _strides(param: torch.Tensor) -> tuple[int, ...]:
-    """Those of the parameter, if its elements fill their memory; else contiguous ones."""
+    """Return the strides of a parameter if its elements fill their memory; else contiguous ones."""
     numel, filled = param.numel(), 1
     for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
         if size == 1:
@@ -71,7 +71,7 @@ def _strides(param: torch.Tensor) -> tuple[int, ...]:
 
 
 def _alone(memory: torch.Tensor) -> torch.Tensor:
-    """The same memory, which lives as long, behind a storage that holds nothing else.
+    """Return the same memory, which lives as long, behind a storage that holds nothing else.
 
     Accelerate and others take parameters in one storage for tied ones, and save the first alone. On
     other devices only their allocator's own storages can be recorded on another stream.
@@ -83,7 +83,7 @@ def _alone(memory: torch.Tensor) -> torch.Tensor:
 
 
 def fill_memory(param: torch.Tensor) -> None:
-    """Moves a parameter with gaps between its elements to memory without."""
+    """Move a parameter with gaps between its elements to memory without."""
     strides = _strides(param)
     if param.stride() != strides:
         param.data = torch.empty_strided(
@@ -121,7 +121,7 @@ class Home:
             self.views.append(view)
 
     def fits(self, layout: ShardLayout) -> bool:
-        """Whether its parameters are all still here, and lie so."""
+        """Return whether its parameters are all still here, and lie so."""
         return layout == self.layout and _lie_at(self.params, self.views)
 
 
@@ -150,12 +150,12 @@ class Space:
 
     Args:
         params: in the same order on every rank.
-        cut: among whom.
+        cut: the ranks that share them.
         sharing: what else they do with them.
         home: where they lie, for this cut; None: anywhere. See [Note: where parameters lie].
 
     Attributes:
-        layout: what part of which region each is, and who owns what.
+        layout: the part of a region that each is, and the owner of each part.
         loaded: masters that `load_master` was given since the last step.
         owned: what this rank steps on: its elements of the parameters, or fp32 masters of them; and
             those that it holds for another.
@@ -200,11 +200,11 @@ class Space:
 
     @property
     def own(self) -> dict[Piece, torch.Tensor]:
-        """Of `owned`, what this rank is the owner of."""
+        """Return the pieces of `owned` whose owner is this rank."""
         return {piece: t for piece, t in self.owned.items() if piece.rank == self._rank}
 
     def delivered(self, piece: Piece) -> torch.Tensor:
-        """What the parameter holds of a piece that this rank steps on, once the step has ended."""
+        """Return the parameter's values of a piece that this rank steps on, as after the step."""
         elements = self.cut(piece, self.params[piece.param].detach())
         if not self._awaits_codes or self.sharing.wire is None:
             return elements.clone()
@@ -213,19 +213,19 @@ class Space:
         return elements.clone() if exact else rounded(master, self.sharing.wire, elements)
 
     def _elements_of(self, piece: Piece) -> torch.Tensor:
-        """The elements themselves: of a whole parameter in its shape, else flat."""
+        """Return the elements themselves: of a whole parameter in its shape, else flat."""
         view = self._views[piece.param]
         if piece.end - piece.begin == view.numel():
             return view
         return self._in_a_row(piece.param, piece.begin, piece.end)
 
     def _in_a_row(self, param: int, begin: int, end: int) -> torch.Tensor:
-        """Elements of a parameter in the order of its memory."""
+        """Return the elements of a parameter in the order of its memory."""
         view = self._views[param]
         return view.as_strided((end - begin,), (1,), view.storage_offset() + begin)
 
     def load_master(self, piece: Piece, master: torch.Tensor) -> bool:
-        """A checkpoint's exact values of a piece, from which the parameter's have been rounded.
+        """Take a checkpoint's exact values of a piece, from which the parameter's were rounded.
 
         They count at the next step, where the parameter still holds what some format has made of
         them: the script may load weights and the optimizer's state in any order.
@@ -240,11 +240,11 @@ class Space:
         return self.sharing.masters
 
     def loaded_master(self, piece: Piece) -> torch.Tensor | None:
-        """What `load_master` was given since the last step."""
+        """Return the master that `load_master` has received since the last step."""
         return self.loaded.get(piece)
 
     def begin_step(self) -> None:
-        """Masters follow what somebody has written to the parameters since the last step."""
+        """Update masters from writes to the parameters since the last step."""
         loaded = self.loaded.copy()
         self.loaded.clear()
         with torch.no_grad():
@@ -267,7 +267,7 @@ class Space:
             master[written] = elements[written].float()
 
     def end_step(self) -> Iterator[tuple[torch.Tensor, Callable[[], None]]]:
-        """Rounds masters to the parameters, and lets the gradients go.
+        """Round masters to the parameters, and release the gradients.
 
         Other ranks change parameters, too: a backward through an older graph is an error.
 
@@ -302,13 +302,13 @@ class Space:
             yield buffer, partial(_unpack, buffer, chunk.others)
 
     def _decode(self, codes: torch.Tensor) -> None:
-        """Takes what `end_step` has yielded, once every rank's part is there."""
+        """Take what `end_step` has yielded, once every rank's part is there."""
         assert self._codes is not None
         self._codes.decode(codes, self._elements_of)
         self._awaits_codes = False
 
     def _make_chunks(self) -> list[_Chunk]:
-        """What travels at a time, where parameters lie elsewhere than in one buffer."""
+        """Return the chunks that travel one at a time if parameters do not lie in one buffer."""
         region = self.layout.region
         most = align_up(max(1, _CHUNK // self.dtype.itemsize // self._ranks), ALIGNMENT)
         begins = range(0, region, most)
@@ -326,17 +326,18 @@ class Space:
         return chunks
 
     def _changed(self) -> torch.Tensor:
-        """Of which pieces the parameters do not hold the exact masters: bool."""
+        """Return for which pieces the parameters do not hold the exact masters: bool."""
         pairs = ((self._elements[piece], master) for piece, master in self.own.items())
         differ = [codes.differ(elements.float(), master) for elements, master in pairs]
         return torch.stack(differ) if differ else torch.zeros(0, dtype=torch.bool)
 
     def is_intact(self) -> bool:
-        """Whether every parameter still lies here: nobody has moved or converted it."""
+        """Return whether every parameter still lies here, neither moved nor converted."""
         return _lie_at(self.params, self._views)
 
     def cut(self, piece: Piece, full: torch.Tensor) -> torch.Tensor:
-        """The elements of `piece` in a tensor of its parameter's shape: a view where it can be."""
+        """Return the elements of `piece` in a tensor of its parameter's shape: a view if
+        possible."""
         view = self._views[piece.param]
         if piece.end - piece.begin == view.numel() or full.layout is not torch.strided:
             return full
@@ -346,20 +347,20 @@ class Space:
         return full.as_strided((piece.end - piece.begin,), (1,), begin)
 
     def full_like(self, param: int, part: torch.Tensor) -> torch.Tensor:
-        """A tensor in the shape and memory format of a parameter, of the dtype of `part`."""
+        """Return a tensor in the shape and memory format of a parameter, of the dtype of `part`."""
         view = self._views[param]
         return torch.empty_strided(view.shape, view.stride(), dtype=part.dtype, device=part.device)
 
     def outline(self, param: int, piece: torch.Tensor, value: Any) -> Any:
-        """A value of a piece's state, or, if it belongs to its elements, one without memory that
-        belongs to the whole parameter's."""
+        """Return a value of a piece's state, or, if it belongs to its elements, one without memory
+        that belongs to the whole parameter's."""
         if not isinstance(value, torch.Tensor) or value.shape != piece.shape:
             return value
         return self.full_like(param, value.to("meta"))
 
     def owned_ranges(self) -> list[tuple[int, int, int]]:
-        """By parameter: where this rank's elements begin in its region, how many, and in the
-        parameter."""
+        """Return, by parameter, where this rank's elements begin in its region, their number, and
+        where they begin in the parameter."""
         ranges = [(0, 0, 0)] * len(self.params)
         for piece in self.own:
             start = self.layout.offsets[piece.param] + piece.begin - self._rank * self.layout.region

@@ -161,7 +161,7 @@ class Slices:
         return each is not None and each.made
 
     def elsewhere(self, held: Mapping[Any, Any], param: torch.Tensor) -> State:
-        """Values of a parameter of which this rank has no elements."""
+        """Return the values of a parameter of which this rank has no elements."""
         each = self._elsewhere.setdefault(param, _Elsewhere())
         if each.steps:
             self._update(held, param, each)
@@ -333,7 +333,7 @@ class _ParamState(MutableMapping[str, Any]):
         return [(piece, t, held[t]) for piece, t in pieces if t in held]
 
     def _known(self) -> State:
-        """Values by name: those of the first piece here, or what is known of the others'."""
+        """Return the values by name: of the first piece here, or as known of the others'."""
         if self._slices.pieces[self._param]:
             return next((state for *_, state in self._held()), {})
         return self._slices.elsewhere(self._view.held, self._param)

@@ -17,7 +17,7 @@ __all__ = ["whole_states"]
 def whole_states(
     spaces: Sequence[Space], state_of: Callable[[torch.Tensor], State], group: dist.ProcessGroup
 ) -> dict[torch.Tensor, State]:
-    """By parameter; nothing of those that have no state. Collective.
+    """Return whole states by parameter, without those that have no state. Collective.
 
     Args:
         state_of: what this rank has for something that it steps on.

@@ -123,8 +123,8 @@ class Team:
     def __init__(self, size: int) -> None:
         self.ranks: list[_Rank] = []
         self._folder = tempfile.TemporaryDirectory(prefix="fastsync-ranks-")
-        # This process serves the rendezvous store: its port cannot be taken by anyone else, and
-        # the store outlives every rank.
+        # This process serves the rendezvous store: no other process can take its port, and the
+        # store lives until every rank has ended.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._deadline, self._seconds, self._grace = 0.0, 0.0, _GRACE
         for rank in range(size):
@@ -246,7 +246,7 @@ def _ending(code: int | None) -> str:
 
 
 def _stack_of(rank: _Rank) -> str:
-    """Has a rank that hangs say where; its interpreter need not be running for that."""
+    """Return the stack of a rank that hangs; its interpreter need not be running."""
     if rank.process.pid is None or not rank.process.is_alive():
         return ""
     with contextlib.suppress(ProcessLookupError):
@@ -260,7 +260,7 @@ def _text_of(path: Path) -> str:
 
 
 def _run_rank(rank: int, world: int, port: int, pipe: Connection, log: str) -> None:
-    """What runs in a rank's process: one function after the other, until one fails."""
+    """Run functions in a rank's process, one after the other, until one fails."""
     torch.set_num_threads(1)
     with Path(log).open("w") as stacks:
         faulthandler.enable(stacks)

@@ -52,7 +52,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     args = _parser().parse_args(arguments)
     try:
         run = _read(args.run)

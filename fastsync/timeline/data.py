@@ -104,14 +104,14 @@ class Run:
     units: tuple[UnitInfo, ...] = ()
 
     def dump(self, path: Path) -> None:
-        """Writes the run as JSON; the folder is made."""
+        """Write the run as JSON; the folder is made."""
         path.parent.mkdir(parents=True, exist_ok=True)
         document = {"format": FORMAT, "version": VERSION, **asdict(self)}
         path.write_text(json.dumps(document, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 def load(path: Path) -> Run:
-    """Reads a run.
+    """Read a run.
 
     Raises:
         ValueError: the file is no recorded run, or of another version.
@@ -151,7 +151,7 @@ def _run_of(document: Mapping[str, Any]) -> Run:
 
 
 def merge(runs: Sequence[Run]) -> Run:
-    """Joins the files that ranks wrote each for itself.
+    """Join the files that ranks wrote each for itself.
 
     Raises:
         ValueError: two hold the same rank, or they are not of one run.
@@ -220,7 +220,7 @@ class RankStep:
         return length(spans) - length(common(spans, self.waits()))
 
     def waits(self, *kinds: str) -> tuple[Span, ...]:
-        """When the computation stood still for units; for movements of some `kinds`, if given."""
+        """Return when the computation waited for units; for movements of some `kinds`, if given."""
         moves = (m for m in self.moves if not kinds or m.kind in kinds)
         return union(move.exposed for move in moves)
 
@@ -299,7 +299,7 @@ class Medians:
 
 
 def steps_of(rank: int, events: Iterable[Event]) -> dict[int, RankStep]:
-    """The complete steps among a rank's marks, by number.
+    """Return the complete steps among a rank's marks, by number.
 
     A step is complete where its backward began, ended and was followed by all averages. A backward
     that failed leaves marks behind, under the number of the next one: the latest count.
@@ -343,7 +343,7 @@ def _step_of(rank: int, number: int, events: Sequence[Event]) -> RankStep | None
 
 
 def _spans(events: Sequence[Event], what: str) -> tuple[Span, ...]:
-    """From every start of a forward or backward to its end."""
+    """Return spans from every start of a forward or backward to its end."""
     spans = []
     start: int | None = None
     for _, mark, _, _, time in sorted(events, key=lambda event: event[4]):
@@ -396,7 +396,7 @@ class Straggler:
 
 
 def find_straggler(run: Run, by_step: Mapping[int, Sequence[RankStep]]) -> Straggler | None:
-    """The rank with the largest sum of lags, or None if no rank is late enough to speak of.
+    """Return the rank with the largest sum of lags, or None if no rank is late enough to speak of.
 
     Late enough is more than the clocks' error and 1 % of the median step, in at least half of the
     steps.
@@ -431,7 +431,7 @@ def _slow_with(rank: int, by_step: Mapping[int, Sequence[RankStep]]) -> str:
 
 
 def _activities(step: RankStep, before: int) -> dict[str, float]:
-    """Seconds of each activity of a step, without waiting.
+    """Return the seconds of each activity of a step, without waiting.
 
     Args:
         before: when the step before it ended.
@@ -452,7 +452,7 @@ def _activities(step: RankStep, before: int) -> dict[str, float]:
 
 
 def by_step(run: Run) -> dict[int, list[RankStep]]:
-    """Every step that all recorded ranks have in whole, in order; ranks in order."""
+    """Return every step that all recorded ranks have in whole, in order; ranks in order."""
     per_rank = [steps_of(record.rank, record.events) for record in run.ranks]
     common = set.intersection(*(set(steps) for steps in per_rank)) if per_rank else set()
     return {number: [steps[number] for steps in per_rank] for number in sorted(common)}

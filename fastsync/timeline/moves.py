@@ -55,7 +55,7 @@ class UnitInfo:
 
 
 def size_text(amount: float) -> str:
-    """An amount of bytes for people."""
+    """Format an amount of bytes for readers."""
     for unit in ("B", "KiB", "MiB"):
         if amount < 1024:
             return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
@@ -127,7 +127,7 @@ def _move(marks: dict[str, int]) -> Move:
 
 
 def union(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same times, as spans that do not touch, in order."""
+    """Return the same times, as spans that do not touch, in order."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -145,5 +145,5 @@ def common(some: Iterable[Span], others: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def length(spans: Sequence[Span]) -> float:
-    """Seconds of spans that do not overlap."""
+    """Return the seconds of spans that do not overlap."""
     return sum(1e-9 * (end - start) for start, end in spans)

@@ -117,7 +117,7 @@ def _lanes(run: Run, shown: Sequence[RankStep], every: Sequence[RankStep]) -> It
 
 
 def _told(title: str, bar: Bar) -> str:
-    """What the pointer over a bar shows."""
+    """Return the text that the pointer over a bar shows."""
     wire = f" as {bar.facts['wire']}" if "wire" in bar.facts else ""
     size = [size_text(float(str(bar.facts["bytes"]))) + wire] if "bytes" in bar.facts else []
     parameters = bar.facts.get("parameters", [])

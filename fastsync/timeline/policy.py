@@ -37,7 +37,8 @@ class TimelinePolicy:
 
     @classmethod
     def of(cls, wanted: str | os.PathLike[str] | bool | TimelinePolicy) -> TimelinePolicy | None:
-        """From an argument: a path, True (record, write on demand), a policy, or False."""
+        """Return the policy for an argument: a path, True (record, write on demand), a policy, or
+        False."""
         if isinstance(wanted, TimelinePolicy):
             return wanted
         if isinstance(wanted, bool):

@@ -61,7 +61,7 @@ class Steps(Protocol):
     """An engine that makes the steps and marks them."""
 
     def steps(self) -> int:
-        """Number of steps that have been made."""
+        """Return the number of steps that have been made."""
 
     def set_timeline(self, timeline: Timeline | None) -> None:
         """Record there from now on."""
@@ -91,7 +91,7 @@ class Recorder:
         self._state = "waiting"  # then "recording", then "finished"
 
     def before_step(self, source: Steps) -> None:
-        """Called before every forward; begins and ends the window, at the same step on all ranks.
+        """Begin or end the window, at the same step on all ranks. Called before every forward.
 
         Args:
             source: whose steps these are.
@@ -118,7 +118,7 @@ class Recorder:
         return list(steps_of(self._rank, recent).values())[-last:]
 
     def write(self, path: str, timeout: float) -> None:
-        """Writes the marks of all ranks; every rank calls it.
+        """Write the marks of all ranks; every rank calls it.
 
         Args:
             path: rank 0 writes this file; with "{rank}" in it, every rank writes its own.
@@ -166,7 +166,7 @@ class Recorder:
         return records
 
     def _record(self, timeout: float) -> RankRecord:
-        """Waits for the device, which may be behind by steps, and half of the time at most: the
+        """Wait for the device, which may be behind by steps, and half of the time at most: the
         others wait for this rank."""
         unfinished = self._timeline.settle(timeout / 2)
         events, dropped = tuple(self._timeline.events()), self._timeline.dropped()
@@ -223,7 +223,7 @@ def record_steps(policy: TimelinePolicy | None, model: str, engine: Engine) -> R
 
 
 def _on_clock(record: RankRecord, clock: ClockOffset) -> RankRecord:
-    """The record on rank 0's clock."""
+    """Return the record on rank 0's clock."""
     events = tuple((s, m, i, b, time + clock.offset_ns) for s, m, i, b, time in record.events)
     return replace(record, clock_error_ns=clock.error_ns, events=events)
 

@@ -214,7 +214,7 @@ def make_stats(
     one_rank_step: float | None,
     pace: Pace | None = None,
 ) -> SyncStats:
-    """Puts the statistics together.
+    """Put the statistics together.
 
     Args:
         counters: those of the C++ reducer.
@@ -242,7 +242,7 @@ def unit_stats(
     recorded: Sequence[RankStep],
     one_rank_step: float | None,
 ) -> SyncStats:
-    """The same of a model whose parameters are shared.
+    """Return the same of a model whose parameters are shared.
 
     Args:
         counted: by the ranks that units travel between.
@@ -282,7 +282,7 @@ def unit_stats(
 def _with_times(
     base: SyncStats, recorded: Sequence[RankStep], one_rank_step: float | None
 ) -> SyncStats:
-    """With what follows from recorded steps."""
+    """Return the statistics with the figures that follow from recorded steps."""
     if one_rank_step is not None and not one_rank_step > 0:
         raise ValueError(f"one_rank_step must be a positive number of seconds, not {one_rank_step}")
     ends = {step.step: step.end for step in recorded}
@@ -336,13 +336,13 @@ class Writer(Protocol):
     """TensorBoard's SummaryWriter, or a similar writer."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Takes one point of one curve."""
+        """Take one point of one curve."""
 
 
 def log_to_tensorboard(
     model: Synchronised, writer: Writer, step: int | None = None, *, prefix: str = "fastsync"
 ) -> None:
-    """Writes the model's statistics as scalars; call it as often as you like to see a point.
+    """Write the model's statistics as scalars; call it as often as you like to see a point.
 
     Args:
         model: a FastDDP, or the outermost module of fully_shard().

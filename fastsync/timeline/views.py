@@ -64,12 +64,12 @@ class Summary:
 
 
 def step_length(steps: Sequence[RankStep]) -> float:
-    """Seconds from the first rank's forward to the last rank's averages."""
+    """Return the seconds from the first rank's forward to the last rank's averages."""
     return 1e-9 * (max(s.end for s in steps) - min(s.start for s in steps))
 
 
 def summarise(run: Run) -> Summary:
-    """Computes the summary.
+    """Compute the summary.
 
     Raises:
         ValueError: no step is complete on all ranks.
@@ -107,7 +107,7 @@ def summarise(run: Run) -> Summary:
 
 
 def summary_text(run: Run) -> str:
-    """The summary as lines of a terminal."""
+    """Return the summary as lines of a terminal."""
     s = summarise(run)
     lines = [
         f"{run.model}, {run.world_size} ranks, {run.backend} on {run.device}, {s.steps} steps",
@@ -162,7 +162,7 @@ def _exposed_text(s: Summary) -> str:
 
 
 def _unit_lines(units: Sequence[UnitTiming]) -> Iterator[str]:
-    """A table of what each unit takes in a step."""
+    """Return a table of what each unit takes in a step."""
     width = min(_NAME, max(len(unit.name) for unit in units))
     yield ""
     yield f"  {'unit':<{width}}        size     gathers   exposed  reductions   exposed  (ms)"

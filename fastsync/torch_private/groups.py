@@ -188,7 +188,7 @@ def make_group(
 
 @contextlib.contextmanager
 def connecting_alone(members: Sequence[int]) -> Iterator[None]:
-    """Have a group that is made within connect its members, and need no other ranks.
+    """Let a group that is made within connect only its members, without other ranks.
 
     After `init_process_group(device_id=...)` torch would split the default group's communicator,
     which every rank of that group has to join.

@@ -151,7 +151,7 @@ class Context(StepWatcher, Generic[S]):
         self.connections.log.begin_forward(counts, evaluates)
 
     def enter(self, unit: Unit) -> None:
-        """A forward of `unit` has begun to gather it: starts to gather the one that comes next."""
+        """Start to gather the unit after `unit`, whose forward has started its own gather."""
         at = len(self._running)
         self._running.append(unit)
         self._follows = self._follows and at < len(self._order) and self._order[at] is unit

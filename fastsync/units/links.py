@@ -105,7 +105,7 @@ class Links:
 
 
 def _look_out(place: Place, group: dist.ProcessGroup) -> None:
-    """Has the ranks of `group` look out for each other, where they can. Collective."""
+    """Make the ranks of `group` watch each other, if they can. Collective."""
     if group.size() == 1 or not is_registered(group):
         return
     open_watch(group)

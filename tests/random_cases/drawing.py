@@ -89,12 +89,12 @@ class Drawn:
 
     @property
     def looks(self):
-        """For NaN and infinity."""
+        """Return whether ranks check gradients for NaN and infinity."""
         return self.options["nonfinite"] != "ignore"
 
     @property
     def compares(self):
-        """What all ranks should have."""
+        """Return whether ranks compare their replicas."""
         return "replicas" in self.options
 
     @property

@@ -1,6 +1,6 @@
-"""Ranks that die, raise and sleep while a device waits for them, and what the others say of it.
+"""Ranks that die, raise and sleep while a device waits for them, and the others' reports.
 
-The host of the other rank does not wait: csrc/engine/device_monitor.h looks out beside it.
+The host of the other rank does not wait: csrc/engine/device_monitor.h watches beside it.
 """
 
 import json
@@ -27,7 +27,7 @@ PLACES = ("forward", "backward", "between")
 
 
 class Ending:
-    """What the rank without a fault has seen and printed, and the exit code of its process."""
+    """The observations and output of the rank without a fault, and the exit code of its process."""
 
     def __init__(self, folder, job, codes):
         first = Path(folder, f"{'-'.join(job)}-{1 - FAULTY}.json")
@@ -99,7 +99,8 @@ def test_a_script_that_does_not_come_back_is_ended_with_the_report(tmp_path):
 
 
 def steps(rank, world, wrapper, watch):
-    """Return whether ranks look out, and the host's waits and the device's tasks in three steps."""
+    """Return whether ranks watch each other, and the host's waits and the device's tasks in three
+    steps."""
     from fastsync.engine.watch import watch_of
     from tests.simulated.device import low, placed
 

@@ -1,6 +1,6 @@
-"""Where the host waits for the device in a step, and how many kernels a step launches.
+"""Waits of the host for the device in a step, and the number of kernels that a step launches.
 
-tests/test_host_waits.py finds places in the code that nothing here passes.
+tests/test_host_waits.py finds places in the code that no test here reaches.
 """
 
 import pytest
@@ -222,7 +222,7 @@ def of_stage(rank, world, stage, groups):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_launches_do_not_grow_with_ranks(stage):
-    """Of own kernels and collectives there are at most 6 per group and step."""
+    """A step has at most 6 own kernels and collectives per group."""
     groups = 4
     found = [run_simulated(of_stage, world, stage, groups)[0] for world in (2, 4)]
     assert found[0][0] == found[1][0]

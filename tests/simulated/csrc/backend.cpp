@@ -1,8 +1,9 @@
 // A backend that enqueues collectives as NCCL does, and carries the bytes over Gloo.
 //
-// Each communicator has a stream. A collective is two tasks in it: one starts Gloo on copies of the inputs, and one, which is
-// ready when Gloo has ended, writes the outputs. If a peer is gone the second is never ready, as a kernel of NCCL spins, until
-// the communicator is aborted or the watchdog ends the process.
+// Each communicator has a stream. A collective is two tasks in it: one starts Gloo on copies of the
+// inputs, and one, which is ready when Gloo has ended, writes the outputs. If a peer is gone the
+// second is never ready, as a kernel of NCCL spins, until the communicator is aborted or the
+// watchdog ends the process.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
@@ -330,7 +331,8 @@ class Communicator final : public c10d::Backend {
     for (const at::Tensor& tensor : tensors) const_cast<at::Tensor&>(tensor).mul_(factor);
   }
 
-  // An all-reduce, of which a part is kept: as Gloo does it itself, so that sums have the same bits.
+  // An all-reduce, of which a part is kept: as Gloo does it itself, so that sums have the same
+  // bits.
   c10::intrusive_ptr<c10d::Work> scattered(const at::Tensor& output, const Tensors& inputs,
                                            const c10d::ReduceScatterOptions& opts) {
     const Reduction reduction = reduced_by(opts.reduceOp);
@@ -356,7 +358,8 @@ class Communicator final : public c10d::Backend {
     });
   }
 
-  // Ranks meet when a communicator is made, which torch does at its first collective: all must come.
+  // Ranks meet when a communicator is made, which torch does at its first collective: all must
+  // come.
   void connect(at::Device device) {
     if (stream_) return;
     shared_->gloo->barrier()->wait();

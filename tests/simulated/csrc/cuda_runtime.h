@@ -1,4 +1,5 @@
-// In place of CUDA's header, for .cu files that are compiled as C++: kernels run on the host, in the order of their stream.
+// In place of CUDA's header, for .cu files that are compiled as C++: kernels run on the host, in
+// the order of their stream.
 //
 // The shim counts blocks and threads in variables of the process, so one kernel runs at a time.
 #pragma once

@@ -94,9 +94,9 @@ thread_local bool runs_tasks = false;
 thread_local c10::DeviceIndex current_device = 0;
 thread_local Queue* current_queue[kDevices] = {};
 
-// Finds accesses to the same memory that nothing orders. Memory is closed; a task that touches a page faults, which opens the
-// page and notes it, for reading first and then for writing. After the task the pages are closed, and what it touched is
-// compared with what others have touched before.
+// Finds accesses to the same memory that nothing orders. Memory is closed; a task that touches a
+// page faults, which opens the page and notes it, for reading first and then for writing. After the
+// task the pages are closed, and what it touched is compared with what others have touched before.
 class Detector {
  public:
   explicit Detector(char* arena) : arena_(arena), open_(kArena / kPage) {}

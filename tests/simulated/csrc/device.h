@@ -1,8 +1,9 @@
 // The simulated device: streams, moments in them, memory, and who waits for whom.
 //
-// One thread runs the tasks of all streams, one at a time, and picks the next stream at random: a stream may lag behind the
-// others, and all behind the host, as long as nothing that the program enqueued forbids it. What orders two tasks is known
-// without running them: each carries a clock, which counts for every stream the tasks that surely came before.
+// One thread runs the tasks of all streams, one at a time, and picks the next stream at random: a
+// stream may lag behind the others, and all behind the host, as long as nothing that the program
+// enqueued forbids it. What orders two tasks is known without running them: each carries a clock,
+// which counts for every stream the tasks that surely came before.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -64,7 +65,8 @@ c10::Allocator* pinned_allocator();
 bool is_pinned(const void* data);
 // The pinned block at `data` is not given back before `moment`.
 void use_pinned(const void* data, const Moment& moment);
-// The block is not handed out again before `stream` has come to where it is when the block is freed.
+// The block is not handed out again before `stream` has come to where it is when the block is
+// freed.
 void use_on(const c10::DataPtr& data, c10::Stream stream);
 
 struct Switches {
@@ -75,7 +77,8 @@ struct Switches {
 Switches& switches();
 void seed(uint64_t seed);
 void start_detecting();
-// Leaves out the so-manieth wait of one stream for another, or record_stream, since the last report; 0: none.
+// Leaves out the so-manieth wait of one stream for another, or record_stream, since the last
+// report; 0: none.
 void drop(size_t edge, size_t record);
 void stop_detecting();  // after a wait for all streams
 void name_memory(const void* begin, size_t bytes, std::string name);
@@ -87,7 +90,8 @@ struct Report {
   size_t allocated = 0, peak = 0;    // bytes
   size_t edges = 0, records = 0;     // waits that order streams, and record_streams, so far
   std::string dropped;               // what drop() has left out
-  // Blocks at the peak: bytes, and the host lines that allocated them; none where these are not asked.
+  // Blocks at the peak: bytes, and the host lines that allocated them; none where these are not
+  // asked.
   std::vector<std::pair<size_t, std::string>> live;
 };
 Report report(bool reset);

@@ -1,6 +1,8 @@
-// Torch's operators on the simulated device: memory and views by hand, the rest by the CPU's kernels, enqueued.
+// Torch's operators on the simulated device: memory and views by hand, the rest by the CPU's
+// kernels, enqueued.
 //
-// A task holds addresses and no tensors: what the program frees is free, however far the device lags behind.
+// A task holds addresses and no tensors: what the program frees is free, however far the device
+// lags behind.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -211,7 +213,8 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 
 // --- Everything else ---
 
-// The CPU's kernel keeps statistics in the dtype of the weight, where CUDA's, and meta's, keeps them in fp32.
+// The CPU's kernel keeps statistics in the dtype of the weight, where CUDA's, and meta's, keeps
+// them in fp32.
 void lower_statistics(Stack& stack) {
   const at::Tensor& input = stack[1].toTensor();
   const auto weight = stack[5].toOptional<at::Tensor>();
@@ -269,7 +272,8 @@ class Call {
 
   bool is_out(size_t i) const { return is_written(arguments_[i]) && arguments_[i].kwarg_only(); }
 
-  // The tensors to return: those written to, and new ones for the others. False where their shapes are not to be known.
+  // The tensors to return: those written to, and new ones for the others. False where their shapes
+  // are not to be known.
   bool find_results(std::vector<IValue>& results) {
     bool needs_shapes = false;
     for (size_t i = 0; i < values_.size(); ++i) {
