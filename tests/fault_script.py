@@ -181,7 +181,9 @@ class Net(nn.Module):
             node.register_hook(note)
 
     def named_buffers(self, *args, **kwargs):
-        if self.place == "wrap" and self.fault not in (None, "settings", "shapes", "order"):
+        checking = sys._getframe(1).f_code.co_name == "_check_zero"  # before the ranks meet
+        fails = self.fault not in (None, "settings", "shapes", "order")
+        if self.place == "wrap" and fails and not checking:
             fail(self.fault)
         return super().named_buffers(*args, **kwargs)
 

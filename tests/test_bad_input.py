@@ -298,7 +298,7 @@ def with_tools(tmp_path):
 def test_a_broken_cuda_compiler(tmp_path):
     path = with_tools(tmp_path)
     nvcc = tool(tmp_path / "bin", "nvcc", "echo 'ptxas went fishing' >&2; exit 1")
-    text = load_extension(tmp_path, PATH=path)
+    text = load_extension(tmp_path, PATH=path, FASTSYNC_CUDA="1")
     assert str(nvcc) in text
     assert "ptxas went fishing" in text
     assert "FASTSYNC_CUDA=0" in text
@@ -307,7 +307,8 @@ def test_a_broken_cuda_compiler(tmp_path):
 @pytest.mark.slow
 def test_cuda_home_without_a_toolkit(tmp_path):
     (tmp_path / "empty").mkdir()
-    text = load_extension(tmp_path, PATH=with_tools(tmp_path), CUDA_HOME=str(tmp_path / "empty"))
+    cuda = {"FASTSYNC_CUDA": "1", "CUDA_HOME": str(tmp_path / "empty")}
+    text = load_extension(tmp_path, PATH=with_tools(tmp_path), **cuda)
     assert f"no nvcc in {tmp_path / 'empty'}/bin" in text
     assert "FASTSYNC_CUDA=0" in text
 

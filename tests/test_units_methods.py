@@ -220,6 +220,7 @@ def fail_once(rank, world):
     model = apply(fully_shard, net())
     with pytest.raises(IndexError):
         model(words(rank, 0) + 1000)
+    model.reshard()
     first = train(model, rank, OPTIMIZERS["adamw"](model.parameters()), steps=2)
     model.blocks[1].register_full_backward_hook(lambda *unused: 1 / 0 if broken else None)
     broken = True

@@ -292,7 +292,7 @@ def save_nested_state(rank, world, path):
 
 
 FAULTS = {
-    save_nested_state: r"'more' in the state of '.*' is neither a number nor .*; use FastDDP",
+    save_nested_state: r"'more' in the state of '.*' is neither a number nor .*; use zero=Zero",
     foreign_parameter: r"every rank; rank 1: expects an optimizer of this model.*shape \(2, 3\)",
     load_nothing: r"call torch.distributed.checkpoint.load\(\) before",
     load_weights: r"expects what model.optimizer_state_dict\(\) returned",
