@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fastsync import fully_shard
-from tests.teams import run_ranks
+from fastsync.testing import run_ranks
 from tests.unit_models import apply, farthest, loss_of, mesh_of, net, whole, words
 
 
