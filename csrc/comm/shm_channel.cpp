@@ -177,7 +177,7 @@ std::string Channel::cause_of_misfit(const Sum& sum, size_t rank) const {
                 ". Either rank ", behind, " has left out a backward, or rank ",
                 behind == rank ? rank_ : rank,
                 " has made one more; every rank has to make as many backwards that synchronise. "
-                "FastDDP(on_skip=\"average_others\") lets ranks leave out steps");
+                "faults=Faults(on_skip=\"average_others\") lets ranks leave out steps");
 }
 
 const std::byte* Channel::part_of(const Sum& exchange, size_t rank) const {

@@ -125,7 +125,7 @@ void Reducer::check_capture() const {
            "a step cannot be captured before the buckets are planned: train a few steps first");
   FS_CHECK(!options_.check_finite,
            "a step that is captured into a CUDA graph cannot look at its gradients; use "
-           "on_nonfinite='ignore'");
+           "nonfinite='ignore'");
   for (size_t i = 0; i < params_.size(); ++i) {
     FS_CHECK(planned_[i] || !params_[i]->tensor.requires_grad(), "parameter '", params_[i]->name,
              "' was unfrozen just before a step is captured; train a few steps in between");
