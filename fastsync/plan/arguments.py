@@ -141,22 +141,21 @@ class Faults:
 
 _ZERO = tuple(f.name for f in fields(Zero) if f.name != "stage")
 _FAULTS = tuple(f.name for f in fields(Faults))
-# Former arguments, and how they are passed now; `{}` is the value.
+# Former arguments, and what to do instead; `{}` is the value.
 _MOVED: Mapping[str, str] = {
-    **{name: f"zero=fastsync.Zero(stage, {name}={{}})" for name in _ZERO},
-    **{name: f"faults=fastsync.Faults({name}={{}})" for name in _FAULTS},
-    "on_nonfinite": "faults=fastsync.Faults(nonfinite={})",
-    "check_replicas": "faults=fastsync.Faults(replicas={})",
-    "shared_memory": "wire=fastsync.Wire(format, shared_memory={}), or set FASTSYNC_SHM",
+    **{name: f"pass zero=fastsync.Zero(stage, {name}={{}})" for name in _ZERO},
+    **{name: f"pass faults=fastsync.Faults({name}={{}})" for name in _FAULTS},
+    "on_nonfinite": "pass faults=fastsync.Faults(nonfinite={})",
+    "check_replicas": "pass faults=fastsync.Faults(replicas={})",
+    "shared_memory": "pass wire=fastsync.Wire(format, shared_memory={}), or set FASTSYNC_SHM",
+    "tune": "bucket sizes follow the network's speed, and bucket_cap_mb sets others",
 }
 
 
 def moved(unknown: Mapping[str, object]) -> TypeError:
     """Return the error of arguments that FastDDP does not have."""
     name, value = next(iter(unknown.items()))
-    remedy = f"; pass {_MOVED[name].format(repr(value))}" if name in _MOVED else ""
-    if name == "tune":
-        remedy = "; bucket sizes follow the network's speed, and bucket_cap_mb sets others"
+    remedy = f"; {_MOVED[name].format(repr(value))}" if name in _MOVED else ""
     return TypeError(f"FastDDP has no argument {name!r}{remedy}")
 
 
