@@ -178,17 +178,6 @@ def test_assigning_to_data_of_shards_is_an_error(stage, script):
     check(script, stage, error=ASSIGNED)
 
 
-def swaps_tensors(wrap, rank):
-    """`swap_tensors` exchanges what the two stand for, so the weights do change."""
-
-    def write(model):
-        for param in model.parameters():
-            other = nn.Parameter(param.detach().clone() * 0.5)
-            torch.utils.swap_tensors(param, other)
-
-    return train(wrap, rank, write)
-
-
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_swaps_tensors(stage):
     """DDP itself fails: swapped parameters have lost the node that it hooks."""

@@ -106,17 +106,6 @@ def gradient_penalty(wrap, rank):
     return train(wrap, rank, Net, loss)
 
 
-def gradient_penalty_alone(wrap, rank):
-    """The loss does not contain the output. A bias has no part in the derivative."""
-
-    def loss(model, x):
-        x = x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-        return (slope.norm(dim=1) - 1.0).square().mean()
-
-    return train(lambda module: wrap(module, static_graph=False), rank, Net, loss)
-
-
 def gradient_penalty_by_two_forwards(wrap, rank):
     """The penalty's forward is one of its own."""
 
