@@ -1,7 +1,7 @@
 """Ranks that the tests of a file share: `run_ranks` without new processes for each call.
 
-Not for functions that replace attributes of modules, register wire formats or module hooks,
-modules, count what a process says once, measure its memory, or end it.
+Not for functions that replace attributes of modules, register wire formats or module hooks, count
+what a process says once, measure its memory, make device meshes anew, or end it.
 """
 
 from fastsync.testing import ranks

@@ -60,7 +60,7 @@ class RankError(AssertionError):
 def run_ranks(
     fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60.0, grace: float = _GRACE
 ) -> list[T]:
-    """Calls `fn(rank, world_size, *args)` in `world_size` processes joined by a Gloo group.
+    """Call `fn(rank, world_size, *args)` in `world_size` processes joined by a Gloo group.
 
     Args:
         fn: a module-level function; it, `args` and its result travel by pickle.
@@ -80,7 +80,7 @@ def run_ranks(
 
 
 def count_dispatched_ops(fn: Callable[[], object]) -> int:
-    """The number of CPU events that torch's profiler records while `fn` runs.
+    """Return the number of CPU events that torch's profiler records while `fn` runs.
 
     Every operation that passes torch's dispatcher is one, collectives and ranges included.
     """
@@ -221,7 +221,7 @@ def _give_up(running: list[_Rank], when: str) -> None:
 
 
 def _advance(rank: _Rank) -> None:
-    """Takes in what the rank sent, or its end."""
+    """Take in what the rank sent, or its end."""
     if rank.reported:
         rank.process.join()
         code = rank.process.exitcode
