@@ -13,6 +13,7 @@ namespace fastsync::engine {
 namespace {
 
 constexpr int64_t kLongestPatience = 4096;
+constexpr int64_t kDeviceSteps = 6;  // that a host runs ahead of its device, accumulation included
 constexpr int kOutOfOrderSteps = 2;  // one may be an accident of scheduling
 
 }  // namespace
@@ -64,6 +65,7 @@ void PlanWatch::note_votes(const at::Tensor& sum) {
   Votes& votes = votes_[static_cast<size_t>(steps_) % votes_.size()];
   votes = Votes{};
   if (!sum.defined()) return;
+  read_after_ = sum.is_cpu() ? 1 : kDeviceSteps;
   if (sum.is_cpu()) {
     votes.passed = ops::first_element(sum) > 0;
     return;
@@ -76,9 +78,10 @@ void PlanWatch::note_votes(const at::Tensor& sum) {
 
 bool PlanWatch::replan_due() {
   if (!learned_ && steps_ > 0) return true;
-  // The votes of the step before the last one: their copy has long arrived.
-  Votes& votes = votes_[static_cast<size_t>(steps_) % votes_.size()];
-  if (votes.copied) {
+  const int64_t step = steps_ - 1 - read_after_;
+  if (step < 0) return false;
+  Votes& votes = votes_[static_cast<size_t>(step) % votes_.size()];
+  if (votes.copied) {  // as a rule the copy has long arrived
     votes.copied->synchronize();
     votes.passed = ops::first_element(votes.host) > 0;
   }

@@ -4,10 +4,10 @@
 // [Note: new plans]
 // After the first synchronised step the ready order is known, and every rank asks for a new plan.
 // Later a rank that sees buckets complete out of plan order, or parameters frozen, sets a vote that
-// travels in the flags of the last bucket. Its sum is read at the end of the next step, without a
-// wait for any device. The sum is the same on all ranks, so all plan after the same step. Each vote
-// that passes doubles the number of steps before the next one: if no plan fits, planning becomes
-// rare.
+// travels in the flags of the last bucket. Its sum is read some steps later: on the CPU at the end
+// of the next one, on a device so late that the host, which runs ahead, does not wait for it. The
+// sum is the same on all ranks, so all plan after the same step. Each vote that passes doubles the
+// number of steps before the next one: if no plan fits, planning becomes rare.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -66,7 +66,8 @@ class PlanWatch {
   int64_t steps_since_plan_ = 0;
   int64_t patience_ = 8;  // steps before the next vote
   bool vote_ = false;
-  std::array<Votes, 2> votes_;
+  std::array<Votes, 8> votes_;  // of the last steps
+  int64_t read_after_ = 1;      // steps until a vote is read
 };
 
 }  // namespace fastsync::engine

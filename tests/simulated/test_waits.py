@@ -64,6 +64,18 @@ def accumulated(model, opt, backward):
     opt.step()
 
 
+def accumulated_often(model, opt, backward):
+    """The host is ahead of its device by all backwards: the device is busy before the first one."""
+    busy = torch.ones(1200, 1200, device=DEVICE)
+    for _ in range(4):
+        busy = busy @ busy
+    with model.no_sync():
+        for _ in range(4):
+            backward()
+    backward()
+    opt.step()
+
+
 class Scaled:
     def __init__(self):
         self.scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0, growth_interval=2)
@@ -100,6 +112,7 @@ NEVER = {
     "clipping, fully_shard": (by_block(fastsync.fully_shard), clipped),
     "accumulation, zero=1": (fast(zero=1), accumulated),
     "accumulation, zero=2": (fast(zero=2), accumulated),
+    "long accumulation, zero=2": (fast(zero=2), accumulated_often),
     "small buckets, zero=2": (fast(zero=2, bucket_cap_mb=0.002), plain),
 }
 
