@@ -45,6 +45,7 @@ summary() {
   printf '\n=== summary: torch %s to %s\n' "$OLDEST_TORCH" "$NEWEST_TORCH"
   printf '%s\n' "${TABLE[@]}"
   printf '%6d s  in all\n' $((SECONDS - STARTED))
+  if [[ -e $WORK/unstable ]]; then cat "$WORK/unstable"; fi
 }
 
 # The last lines of the output: what pytest said, that of `make test` last.

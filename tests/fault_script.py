@@ -119,6 +119,7 @@ def fail(fault):
         os.kill(int(os.environ["STORE_PROCESS"]), signal.SIGKILL)
     elif fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1000)  # another thread may take the signal, some time after this call
     elif fault == "sleep":
         time.sleep(1000)
     elif fault == "exit":
