@@ -41,8 +41,7 @@ from fastsync.torch_private import TCPStore
 try:
     from mpi4py import MPI
 except ImportError as error:
-    text = "fastsync.mpi needs mpi4py: pip install 'fastsync[mpi]'"
-    raise ImportError(f"{text}: {error}") from None
+    raise ImportError(f"fastsync.mpi needs mpi4py: pip install 'fastsync[mpi]': {error}") from None
 except RuntimeError as error:
     text = "fastsync.mpi finds no MPI library: load the cluster's MPI module, or pip install mpich"
     raise ImportError(f"{text}: {str(error).splitlines()[0]}") from None
@@ -128,10 +127,7 @@ class _Job:
         self._arrived = not requests
 
     def moving(self) -> bool:
-        """Return whether all ranks have called this collective and its bytes are under way.
-
-        MPI moves them piece by piece, and only while a rank asks: a nap would delay each piece.
-        """
+        """Return whether bytes of a collective are under way. A nap would delay each piece."""
         return self.number > 0 and self._check is None and not self._arrived
 
     def poll(self) -> bool:
@@ -139,8 +135,7 @@ class _Job:
         try:
             if self.group.broken:
                 raise RuntimeError(f"an earlier operation of the group failed: {self.group.broken}")
-            moved = self._check is not None and self._check[0].Test()
-            if moved:
+            if moved := self._check is not None and self._check[0].Test():
                 (_, found, due), self._check = self._check, None
                 if not torch.equal(found, due):
                     raise ValueError("others call something else, or with other sizes or dtypes")
@@ -200,14 +195,13 @@ class _Progress:
         while not self._ends:
             with self._changed:
                 self._jobs = [job for job in self._jobs if not job.over]
-                while not (self._jobs or self._ends):
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._jobs or self._ends)
             # Nothing that is over is kept while this waits: it would keep tensors.
             moved = any([job.poll() for job in list(self._jobs)])
             now = time.monotonic()
             if now - looked > _LOOK:
                 looked = now
-                self._look([job for job in self._jobs if not job.over], now)
+                self._look(now)
             if moved:
                 self._moved, nap = now, _NAP
             elif now - self._moved < _SPIN or any(job.moving() for job in self._jobs):
@@ -223,9 +217,9 @@ class _Progress:
                 begun = self._notices.recv(status=status)
                 self.left[status.Get_source()] = time.monotonic(), begun
 
-    def _look(self, jobs: Sequence[_Job], now: float) -> None:
+    def _look(self, now: float) -> None:
         self.hear()
-        for job in jobs:
+        for job in [job for job in self._jobs if not job.over]:
             for rank in job.awaits if self.left else ():
                 when, begun = self.left.get(rank, (now, {}))
                 has_come = 0 < job.number <= begun.get(job.group.name, 0)
@@ -292,8 +286,7 @@ class _Group:
             whole, part = _parts(flat, cut), flat.split(cut)[self.rank]
             rows = flat.new_empty(self.size, part.numel())
             yield [self._first.Ialltoallv(whole, _parts(rows, [part.numel()] * self.size))]
-            if root >= 0:  # whose other ranks keep their tensors
-                part = torch.empty_like(part)
+            part = torch.empty_like(part) if root >= 0 else part  # other ranks keep their tensors
             _reduce_rows(rows, part, *how)
             if root >= 0:
                 yield [self._second.Igatherv(_bytes(part), whole if receives else None, root)]
@@ -372,9 +365,7 @@ def _set_variables() -> None:
 
 
 def _leave() -> None:
-    """End with the others: after an exception all end at once, otherwise once
-    all have come here.
-    """
+    """End with the others: at once after an exception, otherwise once all have come here."""
     if os.getpid() != _process or MPI.Is_finalized():
         return
     error = getattr(sys, "last_value", None)
@@ -388,8 +379,8 @@ def _leave() -> None:
         error = interrupt
     if error is not None and _world.size > 1:
         sys.stdout.flush()
-        text = f"fastsync: rank {_world.rank} ends all ranks: {in_words(error)}"
-        print(text, file=sys.stderr, flush=True)
+        reason = f"fastsync: rank {_world.rank} ends all ranks: {in_words(error)}"
+        print(reason, file=sys.stderr, flush=True)
         time.sleep(0.1)  # in which mpirun passes on what has been printed
         _world.Abort(130 if isinstance(error, KeyboardInterrupt) else 1)
     _progress.end()

@@ -108,20 +108,24 @@ def test_without_mpirun_there_is_one_rank():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("prepare", "words"),
     [
         (
-            "import sys; sys.modules['mpi4py'] = None; import fastsync.mpi",
+            "import sys; sys.modules['mpi4py'] = None",
             "ImportError: fastsync.mpi needs mpi4py: pip install 'fastsync[mpi]'",
         ),
+        (  # which mpi4py's wheels look for when they are imported
+            "import os; os.environ['MPI4PY_LIBMPI'] = '/none/libmpi.so'",
+            "ImportError: fastsync.mpi finds no MPI library: load the cluster's MPI module, or pip",
+        ),
         (
-            "import mpi4py; mpi4py.rc.thread_level = 'serialized'; import fastsync.mpi",
+            "import mpi4py; mpi4py.rc.thread_level = 'serialized'",
             "RuntimeError: fastsync.mpi needs an MPI that has begun with MPI_THREAD_MULTIPLE",
         ),
     ],
 )
-def test_what_cannot_be_used_is_said(code, words):
-    found = alone(code)
+def test_what_cannot_be_used_is_said(prepare, words):
+    found = alone(f"{prepare}; import fastsync.mpi")
     assert found.returncode == 1 and found.stderr.splitlines()[-1].startswith(words), found.stderr
 
 
