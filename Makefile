@@ -68,11 +68,11 @@ test-all: extension ## run all cases too (ARGS='-m slow': what make test leaves 
 	$(IN_CHECKOUT) -m pytest -m '' $(TWO_FILES) $(ARGS)
 
 torch-suite: $(STAMP) ## run torch's own DDP tests against FastDDP (ARGS='--only join')
-	$(IN_CHECKOUT) -m tests.torch_suite $(ARGS)
+	$(IN_CHECKOUT) -m tests.conformance.torch_suite $(ARGS)
 
 fsdp-suite: $(STAMP) ## run torch's own FSDP2 tests against fully_shard (UPSTREAM=folder with its test_fully_shard_*.py)
 	$(if $(UPSTREAM),,$(error UPSTREAM=folder is missing: where torch's test/distributed/_composable/fsdp/test_fully_shard_*.py are))
-	$(IN_CHECKOUT) -m tests.fsdp_suite $(UPSTREAM) $(ARGS)
+	$(IN_CHECKOUT) -m tests.conformance.fsdp_suite $(UPSTREAM) $(ARGS)
 
 bench: $(STAMP) ## step times of all variants, into out/step.json
 	$(IN_CHECKOUT) -m bench step --json out/step.json $(ARGS)

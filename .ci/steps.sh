@@ -22,7 +22,7 @@ once_more() {
   sed 's/^/failed once, then passed: /' <<<"$failed" >>"$WORK/unstable"
 }
 
-# That it sees faults is what tests/test_torch_suite.py shows, with wrappers that are broken on purpose.
+# That it sees faults is what tests/conformance/test_torch_suite.py shows, with wrappers that are broken on purpose.
 torch_suite() {
   timeout 600 make torch-suite ARGS=--quiet
 }
@@ -45,7 +45,7 @@ training_libraries() {
     fi
     touch "$venv/.complete"
   fi
-  timeout 900 "$venv/bin/python" -m pytest tests/test_ecosystem.py
+  timeout 900 "$venv/bin/python" -m pytest tests/conformance/test_ecosystem.py
 }
 
 install_tools() {
@@ -141,7 +141,7 @@ tests_with_oldest() {
   cp -r tests pyproject.toml "$WORK/elsewhere"
   cd "$WORK/elsewhere"
   PYTHONPATH=$WORK/site PATH=$STATE/oldest/bin:$PATH FASTSYNC_CACHE_DIR=$WORK/empty-cache timeout 900 \
-    python -m pytest tests/test_parity.py tests/test_views.py tests/test_unused.py 2>&1 |
+    python -m pytest tests/ddp/test_parity.py tests/ddp/test_gradient_views.py tests/ddp/test_unused.py 2>&1 |
     tee "$WORK/tests-$OLDEST_TORCH.log"
 }
 
@@ -150,7 +150,7 @@ replaced_in_spawned_processes() {
   local cache=$1 log=$WORK/spawned.log
   shift
   CXX=/bin/false FASTSYNC_CACHE_DIR=$cache PYTHONPATH=$WORK/site \
-    timeout 100 python "$@" "$ROOT/tests/spawning_script.py" | tee "$log"
+    timeout 100 python "$@" "$ROOT/tests/tools/spawning_script.py" | tee "$log"
   if [[ $(grep -oF "|FastDDP|bf16|[0.5, 0.5]|$WORK/site/fastsync>" "$log" | wc -l) != 2 ]]; then
     echo "error: the processes that a script spawned were not given the installed FastDDP"
     return 1
@@ -166,6 +166,6 @@ browser_page() {
   if ! command -v chromium chromium-headless-shell chromium-browser google-chrome >/dev/null; then
     timeout 300 .venv/bin/python -m playwright install chromium-headless-shell >"$log" 2>&1 || cat "$log"
   fi
-  timeout 300 .venv/bin/python -m pytest tests/test_*_page.py 2>&1 | tee "$log"
+  timeout 300 .venv/bin/python -m pytest tests/docs/test_*_page.py 2>&1 | tee "$log"
   if grep -q 'no Chromium can be started' "$log"; then skip "no Chromium here"; fi
 }

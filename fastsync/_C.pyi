@@ -1,6 +1,6 @@
 """The C++ extension, as csrc/bindings.cpp makes it. fastsync.engine.core is its one caller here.
 
-tests/test_core.py compares this file with the compiled module.
+tests/build/test_extension_stub.py compares this file with the compiled module.
 """
 
 from collections.abc import Callable, Sequence

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from tests import teams
+from tests.helpers import teams
 
 BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome", "chrome")
 

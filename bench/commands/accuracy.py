@@ -4,8 +4,9 @@
 
 Averages of many ranks in the two forms that sum in fp32, next to a backend's own sum in fp16 or
 bf16. Ranks are simulated in one process by the kernels that real ranks run; a backend's own sum is
-emulated. tests/test_accuracy.py compares both with real ranks, and holds every block-scaled format
-against the bounds that csrc/kernels/codec.h states. Exit code 1 where a bound does not hold.
+emulated. tests/wire/test_wire_accuracy.py compares both with real ranks, and holds every
+block-scaled format against the bounds that csrc/kernels/codec.h states. Exit code 1 where a bound
+does not hold.
 """
 
 from __future__ import annotations

@@ -30,9 +30,11 @@ COUNTERS = (
     "sm__warps_active.avg.pct_of_peak_sustained_active,launch__registers_per_thread,"
     "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
 )
-SMOKE_TESTS = ("tests/test_cuda_smoke.py",)
-KERNEL_TESTS = ("tests/test_ops.py", "tests/test_cuda_ops.py")
-RANK_TESTS = tuple(f"tests/test_cuda_{what}.py" for what in ("ddp", "wire", "graphs", "offload"))
+SMOKE_TESTS = ("tests/gpu/test_cuda_smoke.py",)
+KERNEL_TESTS = ("tests/ddp/test_ops.py", "tests/gpu/test_cuda_ops.py")
+RANK_TESTS = tuple(
+    f"tests/gpu/test_cuda_{what}.py" for what in ("ddp", "wire", "graphs", "offload")
+)
 NETWORKED = "ddp,ddp_view,ddp_fp16,fastsync,fastsync_bf16,fastsync_int8"
 TRACED = "ddp,fastsync,fastsync_bf16,fastsync_int8"
 CODECS = "kernels --cases encode,reduce,decode,select --models gpt2"
@@ -148,7 +150,7 @@ def stages(context: Context) -> dict[str, Stage]:
             "codecs", "the kernels of the wire formats, likewise", 120, CODECS, "--device cuda"
         ),
         _tests("nccl", "streams, graphs, NCCL and Gloo on CUDA tensors", RANK_TESTS, together=True),
-        _tests("elastic", "ranks die, and the others go on", ("tests/test_cuda_elastic.py",)),
+        _tests("elastic", "ranks die, and the others go on", ("tests/gpu/test_cuda_elastic.py",)),
         Stage(
             "ranks",
             "steps on several GPUs, over NVLink or PCIe",

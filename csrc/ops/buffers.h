@@ -1,6 +1,6 @@
 // The one place that allocates memory for fastsync's own tensors. An allocator of another kind,
-// such as a pool or memory shared by processes, belongs here; tests/test_layers.py lets no other
-// file ask torch for memory.
+// such as a pool or memory shared by processes, belongs here; tests/build/test_layers.py lets no
+// other file ask torch for memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>

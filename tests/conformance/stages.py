@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync.plan.arguments import grouped
-from tests.teams import run_ranks
+from tests.helpers.teams import run_ranks
 
 # Name of a stage: how it wraps. Small buckets have several leave in one backward.
 STAGES = {

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from fastsync import FastDDP
 from fastsync.plan.arguments import grouped
 from tests.conformance.stages import batch, check, full, loss_of, net
-from tests.teams import run_ranks
+from tests.helpers.teams import run_ranks
 
 # Stages whose wrapper has a reducer that reduces gradients.
 REDUCING = ("zero0", "zero1", "zero1-small", "zero2")

@@ -24,7 +24,7 @@ from tests.conformance.stages import (
     loss_of,
     net,
 )
-from tests.teams import run_ranks
+from tests.helpers.teams import run_ranks
 
 
 def made(wrap, seed=0):

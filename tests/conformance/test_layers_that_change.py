@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from fastsync import FastDDP
 from tests.conformance.stages import Net, batch, check, full, loss_of, net
-from tests.teams import run_ranks
+from tests.helpers.teams import run_ranks
 
 REDUCING = ("zero0", "zero1", "zero1-small", "zero2")
 ADDED = r"about to step on parameter '{}'( and \d more)?, which the module got after it was wrapped"

@@ -6,7 +6,7 @@ from torch import nn
 
 from fastsync import FastDDP
 from tests.conformance.stages import STAGES, batch, check, full, loss_of, net
-from tests.teams import run_ranks
+from tests.helpers.teams import run_ranks
 
 REPLICATED = ["zero0", "zero1", "zero1-small", "zero2"]
 

@@ -14,7 +14,7 @@ import fastsync
 from fastsync import integrations, replacing
 from fastsync.testing import run_ranks
 from tests.conformance.stages import batch, check, full, loss_of, net
-from tests.scripts import ROOT, environment
+from tests.helpers.scripts import ROOT, environment
 
 
 def trained(make, rank):

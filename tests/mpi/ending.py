@@ -1,4 +1,4 @@
-"""Rank of tests/mpi/test_ends.py, with the way in which a training ends badly.
+"""Rank of tests/mpi/test_mpi_errors.py, with the way in which a training ends badly.
 
 mpirun -n 2 python -m tests.mpi.ending raise
 """

@@ -1,0 +1,238 @@
+"""Arguments that torch's own tests leave unchecked: bucket sizes, delayed parameters, nesting,
+pickles.
+"""
+
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+
+from fastsync import FastDDP
+from tests.helpers.models import buffers
+from tests.helpers.teams import run_ranks
+
+BOTH = (FastDDP, DistributedDataParallel)
+
+
+def layers(depth=4, width=16):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+
+def rows(rank, step, width=16):
+    return torch.randn(3, width, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def gradients(wrapped):
+    return [p.grad for p in wrapped.parameters()]
+
+
+def equal(ours, theirs):
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def bucket_sizes(rank, world, options):
+    wrapped = FastDDP(layers(depth=8, width=64), **options)
+    for step in range(3):  # the second plan follows rank 0's order
+        wrapped(rows(rank, step, 64)).sum().backward()
+    data = wrapped._get_ddp_logging_data()
+    logged = [int(size) for size in data["rebuilt_bucket_sizes"].split(", ")]
+    places = buffers(gradients(wrapped))
+    return logged, len(wrapped.sync_stats()["buckets"]), len(places)
+
+
+LAYER = 4 * (64 * 64 + 64)
+
+
+@pytest.mark.slow(but=("a cap",))
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({}, [8 * LAYER]),
+        ({"bucket_cap_mb": 2 * LAYER / 2**20}, [2 * LAYER] * 4),
+        ({"bucket_cap_mb_list": [LAYER / 2**20, 3 * LAYER / 2**20]}, [1, 3, 3, 1]),
+    ],
+    ids=["default", "a cap", "a list of caps"],
+)
+def test_bucket_sizes_take_effect(options, sizes):
+    expected = [size * LAYER if size < 10 else size for size in sizes]
+    for logged, planned, seen in run_ranks(bucket_sizes, 2, options):
+        assert logged == expected
+        assert planned == seen == len(expected)
+
+
+def delayed(rank, world, names):
+    results = []
+    for cls in BOTH:
+        module = layers()
+        chosen = [(name, p) for name, p in module.named_parameters() if name in names]
+        first = module[0].weight  # its gradient comes last
+        wrapped = cls(
+            module,
+            delay_all_reduce_named_params=chosen,
+            param_to_hook_all_reduce=first,
+        )
+        steps = []
+        for step in range(2):
+            wrapped.zero_grad()
+            wrapped(rows(rank, step)).square().sum().backward()
+            dist.barrier()  # torch's class does not wait for its all-reduce
+            steps += [g.clone() for g in gradients(wrapped)]
+        results.append(steps)
+    return equal(*results)
+
+
+def test_delayed_parameters():
+    assert run_ranks(delayed, 2, ["2.weight", "3.weight", "3.bias"]) == [True, True]
+
+
+def deprecated(rank, world):
+    with pytest.warns(FutureWarning, match="check_reduction"):
+        FastDDP(layers(), check_reduction=True)
+
+
+def test_check_reduction_warns_as_in_ddp():
+    run_ranks(deprecated, 1)
+
+
+class Outer(nn.Module):
+    """Wrapped parts inside of a module, one of them in another process group."""
+
+    def __init__(self, cls, group):
+        super().__init__()
+        self.first = cls(layers(2))
+        self.plain = layers(1)
+        self.second = cls(layers(2), process_group=group)
+
+    def forward(self, x):
+        return self.second(self.plain(self.first(x)))
+
+
+def nested(rank, world):
+    group = dist.new_group([0, 1])
+    results = []
+    for cls in BOTH:
+        outer = Outer(cls, group)
+        steps = []
+        for step in range(3):
+            outer.zero_grad()
+            outer(rows(rank, step)).square().sum().backward()
+            steps += [g.clone() for g in gradients(outer)]
+        results.append((steps, sorted(outer.state_dict())))
+    local = outer.plain[0].weight.grad
+    parts = [torch.empty_like(local) for _ in range(world)]
+    dist.all_gather(parts, local)
+    return equal(results[0][0], results[1][0]), results[0][1] == results[1][1], torch.equal(*parts)
+
+
+def test_inside_other_modules():
+    assert run_ranks(nested, 2) == [(True, True, False)] * 2
+
+
+class Counts(Joinable):
+    """Sums how many ranks take part in each step, beside a model in the same join()."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = torch.zeros(1)
+        self.last = None
+
+    def __call__(self):
+        Join.notify_join_context(self)
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        self.total += ones
+
+    def join_hook(self, **kwargs):
+        counter = self
+
+        class Hook(JoinHook):
+            def main_hook(self):
+                dist.all_reduce(torch.zeros(1))
+
+            def post_hook(self, is_last_joiner):
+                counter.last = is_last_joiner
+
+        return Hook()
+
+    @property
+    def join_device(self):
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self):
+        return dist.group.WORLD
+
+
+def joined(rank, world):
+    results = []
+    for cls in BOTH:
+        wrapped, counter = cls(layers()), Counts()
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        with Join([wrapped, counter]):
+            for step in range(2 + 2 * rank):
+                optimizer.zero_grad()
+                wrapped(rows(rank, step)).square().mean().backward()
+                counter()  # joined ranks follow in the order of the list
+                optimizer.step()
+        weights = [p.detach().clone() for p in wrapped.parameters()]
+        results.append((weights, counter.total.item(), counter.last))
+    (ours, *rest), (theirs, *their_rest) = results
+    return equal(ours, theirs), rest, their_rest
+
+
+def test_join_with_another_joinable():
+    results = run_ranks(joined, 2)
+    for same, ours, theirs in results:
+        assert same
+        assert ours == theirs
+    totals = [ours[0] for _, ours, _ in results]
+    assert totals == [4, 6], "two steps of both ranks, then two of one"
+
+
+def pickled(rank, world):
+    wrapped = FastDDP(layers(), bucket_cap_mb=0.001)
+    group = dist.new_group([0, 1])
+    with pytest.raises(RuntimeError, match="only supported when using DDP with the default"):
+        pickle.dumps(FastDDP(layers(), process_group=group))
+    stream = io.BytesIO()
+    torch.save(wrapped, stream)
+    stream.seek(0)
+    again = torch.load(stream, weights_only=False)
+    for model in (wrapped, again):
+        model(rows(rank, 0)).square().sum().backward()
+    return (
+        equal(gradients(wrapped), gradients(again)),
+        len(again.sync_stats()["buckets"]) == len(wrapped.sync_stats()["buckets"]) > 1,
+        all(name.startswith("module.") for name in again.state_dict()),
+    )
+
+
+def test_pickling():
+    assert run_ranks(pickled, 2) == [(True, True, True)] * 2
+
+
+def second_order(rank, world):
+    """A gradient penalty: the gradient of the inputs' gradient."""
+    results = []
+    for cls in BOTH:
+        wrapped = cls(nn.Sequential(layers(2), nn.Tanh(), layers(1)))
+        steps = []
+        for step in range(2):
+            x = rows(rank, step).requires_grad_()
+            wrapped.zero_grad()
+            out = wrapped(x).sum()
+            (slope,) = torch.autograd.grad(out, x, create_graph=True)
+            (out + slope.square().sum()).backward()
+            steps += [g.clone() for g in gradients(wrapped)]
+        results.append(steps)
+    return equal(*results)
+
+
+def test_gradients_of_gradients():
+    assert run_ranks(second_order, 2) == [True, True]

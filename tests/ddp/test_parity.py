@@ -1,0 +1,239 @@
+"""Training with FastDDP gives the weights that training with torch's DDP gives."""
+
+import itertools
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from fastsync import FastDDP
+from tests.helpers import models
+from tests.helpers.models import batch, build, differences, grads, loss_of, state, wrap
+from tests.helpers.teams import run_ranks
+
+STEPS = 50
+
+
+def train(
+    kind,
+    name,
+    optimizer,
+    rank,
+    steps=STEPS,
+    accumulate=1,
+    clip=None,
+    keep=False,
+    wide=False,
+    **options,
+):
+    """Weights and buffers after `steps` steps; `wide`: in fp64."""
+    model = wrap(kind, build(name).double() if wide else build(name), **options)
+    opt = models.OPTIMIZERS[optimizer](model.parameters())
+    for step in range(steps):
+        opt.zero_grad(set_to_none=not keep)
+        for micro in range(accumulate):
+            last = micro == accumulate - 1
+            with nullcontext() if last else model.no_sync():
+                x = batch(name, 1000 * step + 10 * micro + rank)
+                loss_of(model(x.double() if wide else x)).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        opt.step()
+    return state(model.module)
+
+
+def train_both(rank, world, cases):
+    """For each case, the names whose bits differ between FastDDP and DDP."""
+    found = []
+    for name, optimizer, shared, fast_only in cases:
+        ours = train("fast", name, optimizer, rank, **shared, **fast_only)
+        theirs = train("torch", name, optimizer, rank, **shared)
+        found.append(differences(ours, theirs))
+    return found
+
+
+def check_same(cases, world=2, timeout=120):
+    for rank, found in enumerate(run_ranks(train_both, world, cases, timeout=timeout)):
+        for case, names in zip(cases, found, strict=True):
+            assert not names, f"{case}: {names} differ from DDP on rank {rank}"
+
+
+@pytest.mark.slow(but=("conv",))
+@pytest.mark.parametrize("name", models.MODELS)
+def test_weights_equal_ddp_to_the_last_bit(name):
+    tiny = {"bucket_cap_mb": 0.002}
+    check_same([(name, optimizer, {}, tiny) for optimizer in models.OPTIMIZERS])
+
+
+OPTIONS = {
+    "default buckets": ({}, {}),
+    "one parameter per bucket": ({}, {"bucket_cap_mb": 1e-6}),
+    "no views": ({"gradient_as_bucket_view": False}, {}),
+    "static graph": ({"static_graph": True}, {}),
+    "grads kept": ({"keep": True}, {}),
+    "grads kept, no views": ({"keep": True, "gradient_as_bucket_view": False}, {}),
+    "accumulation": ({"accumulate": 3}, {}),
+    "accumulation without views": ({"accumulate": 3, "gradient_as_bucket_view": False}, {}),
+    "accumulation, grads kept": ({"accumulate": 3, "keep": True}, {}),
+    "clipping": ({"clip": 0.01}, {}),
+    "unused parameters announced": ({"find_unused_parameters": True}, {}),
+    "unused parameters refused": ({}, {"find_unused_parameters": False}),
+    "a list of caps": ({}, {"bucket_cap_mb_list": [0.001, 0.003]}),
+}
+
+
+@pytest.mark.slow
+def test_options_equal_ddp_to_the_last_bit():
+    cases = [
+        (name, "adamw", {"steps": 12, **shared}, fast)
+        for name, (shared, fast) in itertools.product(("many", "conv"), OPTIONS.values())
+    ]
+    check_same(cases)
+
+
+def train_on_ranks(rank, world, name):
+    options = {"steps": 20, "bucket_cap_mb": 0.002, "wide": True}
+    ours = train("fast", name, "adamw", rank, **options)
+    theirs = train("torch", name, "adamw", rank, **options)
+    return ours, theirs
+
+
+@pytest.mark.slow("3", "4")
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_other_world_sizes(world):
+    """All ranks hold the same bits. The order of a sum over three is the backend's business.
+
+    In fp64, since AdamW makes whole steps of a gradient that is nothing but rounding errors.
+    """
+    results = run_ranks(train_on_ranks, world, "many")
+    for ours, theirs in results:
+        assert not differences(ours, results[0][0])
+        for name, value in ours.items():
+            assert torch.allclose(value, theirs[name], rtol=1e-9, atol=1e-9), name
+    if world == 1:
+        assert not differences(*results[0])
+
+
+def one_backward(kind, model, x, **options):
+    wrapped = wrap(kind, model, **options)
+    for _ in range(3):  # also under the plan that follows the first step
+        wrapped.zero_grad()
+        wrapped(x).float().square().mean().backward()
+    return grads(wrapped)
+
+
+def compare_formats(rank, world):
+    torch.manual_seed(rank)
+    images = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    found = {}
+    for label, options in {"views": {}, "no views": {"gradient_as_bucket_view": False}}.items():
+        conv = [build("conv").to(memory_format=torch.channels_last) for _ in range(2)]
+        ours = one_backward("fast", conv[0], images, **options)
+        theirs = one_backward("torch", conv[1], images, **options)
+        strides = [p.grad.stride() == p.stride() for p in conv[0].parameters()]
+        found[f"channels last, {label}"] = differences(ours, theirs) + [s for s in strides if not s]
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            x = torch.randn(4, 256, dtype=dtype)
+            ours = one_backward("fast", build("wide").to(dtype), x, **options)
+            theirs = one_backward("torch", build("wide").to(dtype), x, **options)
+            found[f"{dtype}, {label}"] = differences(ours, theirs)
+    return found
+
+
+def test_memory_formats_and_dtypes_equal_ddp():
+    for found in run_ranks(compare_formats, 2):
+        assert not {label: names for label, names in found.items() if names}
+
+
+class Fixed(nn.Module):
+    """Its gradients are what they are told to be."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in sizes)
+
+    def forward(self, wanted):
+        pairs = zip(self.weights, wanted, strict=True)
+        return sum((weight * grad).sum() for weight, grad in pairs)
+
+
+SIZES = (1, 3, 1000, 4097)
+
+
+def average_on_wire(rank, world, wire, views):
+    torch.manual_seed(100 + rank)
+    wanted = [torch.randn(size) * 10.0 ** torch.randint(-3, 3, (size,)) for size in SIZES]
+    model = FastDDP(Fixed(*SIZES), wire=wire, gradient_as_bucket_view=views, bucket_cap_mb=0.005)
+    for _ in range(2):
+        model.zero_grad()
+        model(wanted).backward()
+    return wanted, [p.grad.clone() for p in model.parameters()]
+
+
+def check_bound(inputs, averages, wire):
+    """One rounding of each rank's part and one of each of the sums, in the wire's dtype."""
+    unit = torch.finfo(wire).eps / 2
+    tiny = torch.finfo(wire).smallest_normal * torch.finfo(wire).eps
+    world = len(inputs)
+    for index, got in enumerate(averages):
+        parts = torch.stack([grads[index] for grads in inputs]).double() / world
+        sum_of_sizes = parts.abs().sum(0)
+        bound = (sum_of_sizes * ((1 + unit) ** world - 1)) * 1.001 + world * tiny
+        error = (got.double() - parts.sum(0)).abs()
+        assert bool((error <= bound).all()), f"{wire}: worst {float((error / bound).max())}"
+
+
+@pytest.mark.slow(but=("bf16-dtype0-2",))
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("wire", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_narrow_wires_stay_within_their_roundings(wire, dtype, world):
+    results = run_ranks(average_on_wire, world, wire, True)
+    inputs = [wanted for wanted, _ in results]
+    for _, averages in results:
+        assert all(torch.equal(a, b) for a, b in zip(averages, results[0][1], strict=True))
+        assert all(average.dtype is torch.float32 for average in averages)
+        check_bound(inputs, averages, dtype)
+
+
+def test_fp32_wire_stays_within_its_roundings():
+    results = run_ranks(average_on_wire, 3, "fp32", False)
+    check_bound([wanted for wanted, _ in results], results[0][1], torch.float32)
+
+
+def compare_non_finite(rank, world):
+    inf, nan = float("inf"), float("nan")
+    special = torch.tensor([inf, -inf, nan, 3e38, 1.0, inf, inf, -3e38])
+    other = torch.tensor([1.0, 2.0, 3.0, 3e38, nan, -inf, inf, 3e38])
+    wanted = [special if rank == 0 else other]
+    results = []
+    for kind in ("fast", "torch"):
+        model = wrap(kind, Fixed(8))
+        model(wanted).backward()
+        results.append(grads(model))
+    return results
+
+
+def test_non_finite_gradients_come_out_as_in_ddp():
+    for ours, theirs in run_ranks(compare_non_finite, 2):
+        assert not differences(ours, theirs)
+        assert ours["weights.0"][3].isfinite(), "scaled before the sum, it cannot overflow"
+
+
+def compare_inputs_and_buffers(rank, world):
+    """Buffers of rank 0 reach the others, and broadcast_buffers=False leaves them alone."""
+    found = []
+    for sync in (True, False):
+        kept = []
+        for kind in ("fast", "torch"):
+            model = wrap(kind, build("conv", seed=rank), broadcast_buffers=sync)
+            for step in range(3):
+                loss_of(model(batch("conv", 10 * step + rank))).backward()
+            kept.append(state(model.module))
+        found.append(differences(*kept))
+    return found
+
+
+def test_weights_and_buffers_start_from_rank_0():
+    for found in run_ranks(compare_inputs_and_buffers, 2):
+        assert found == [[], []]

@@ -1,0 +1,241 @@
+"""Training scripts beyond the plain step, against torch's DDP."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from fastsync import FastDDP
+from tests.helpers.models import batch, build, differences, grads, loss_of, state, wrap
+from tests.helpers.teams import run_ranks
+
+SMALL = {"bucket_cap_mb": 0.002}
+
+
+def accumulated(kind, rank):
+    """Three micro-batches to a step, synchronised with the last."""
+    model = wrap(kind, build("transformer"), **SMALL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(9):
+        last = step % 3 == 2
+        with contextlib.nullcontext() if last else model.no_sync():
+            (loss_of(model(batch("transformer", 10 * step + rank))) / 3).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return state(model)
+
+
+def scaled(kind, rank):
+    """Loss scaling and autocast; one rank's infinity must make both skip the step."""
+    model = wrap(kind, build("wide"), **SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(6):
+        optimizer.zero_grad()
+        data = batch("wide", 10 * step + rank)
+        if step == 3 and rank == 1:
+            data[0, 0] = float("inf")
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model(data))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    return {**state(model), "scale": torch.tensor(scaler.get_scale())}
+
+
+class Penalty(nn.Module):
+    """Its loss holds a gradient, so its backward differentiates twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        x.requires_grad_()
+        y = self.body(x).sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        return y + slope.square().sum()
+
+
+def twice_differentiated(kind, rank):
+    model = wrap(kind, Penalty(), **SMALL)
+    for step in range(4):
+        model.zero_grad()
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(3, 6)).backward()
+    return grads(model)
+
+
+def graph_kept(kind, rank):
+    """Gradients are averaged under `create_graph` too, where DDP raises an error."""
+    model = wrap(kind, Penalty(), **SMALL)
+    for step in range(3):
+        model.zero_grad()
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(3, 6)).backward(create_graph=kind == "fast")
+    return grads(model)
+
+
+class Shared(nn.Module):
+    """One layer under two names, used three times; another behind a condition."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Linear(6, 6)
+        self.same = self.one
+        self.other = nn.Linear(6, 6, bias=False)
+        self.other.weight = self.one.weight
+        self.maybe = nn.Linear(6, 6)
+
+    def forward(self, x, conditional):
+        x = self.same(torch.relu(self.one(x)))
+        return self.other(self.maybe(x) if conditional else x)
+
+
+def shared_and_conditional(kind, rank):
+    """Run layers that differ among ranks and from step to step."""
+    model = wrap(kind, Shared(), find_unused_parameters=True, **SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(8):
+        optimizer.zero_grad()
+        torch.manual_seed(10 * step + rank)
+        loss_of(model(torch.randn(3, 6), (step >> rank) % 2 == 1)).backward()
+        optimizer.step()
+    return state(model)
+
+
+def joined(kind, rank):
+    """Uneven inputs, joined together with an optimizer that has collectives of its own."""
+    model = wrap(kind, build("many"), **SMALL)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
+    with Join([model, optimizer], divide_by_initial_world_size=False):
+        for step in range(3 + 2 * rank):
+            optimizer.zero_grad()
+            loss_of(model(batch("many", 10 * step + rank))).backward()
+            optimizer.step()
+    return state(model)
+
+
+SCRIPTS = [
+    accumulated,
+    scaled,
+    twice_differentiated,
+    graph_kept,
+    shared_and_conditional,
+    joined,
+]
+
+
+def compare(rank, world):
+    return {s.__name__: differences(s("fast", rank), s("torch", rank)) for s in SCRIPTS}
+
+
+@pytest.mark.slow
+def test_scripts_end_with_the_bits_of_ddp():
+    assert run_ranks(compare, 2) == [{s.__name__: [] for s in SCRIPTS}] * 2
+
+
+def early_end(kind, rank):
+    model = wrap(kind, build("many"), **SMALL)
+    with pytest.raises(RuntimeError) as caught, model.join(throw_on_early_termination=True):
+        for step in range(2 + rank):
+            loss_of(model(batch("many", step))).backward()
+    return str(caught.value)
+
+
+def compare_early_end(rank, world):
+    return early_end("fast", rank), early_end("torch", rank)
+
+
+def test_join_that_throws_when_one_rank_is_out_of_inputs():
+    for ours, theirs in run_ranks(compare_early_end, 2):
+        assert ours == theirs
+        assert "exhausted" in ours
+
+
+def converted(rank, world):
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(build("conv"))
+    texts = []
+    for kind in ("fast", "torch"):
+        with pytest.raises(ValueError) as caught:
+            wrap(kind, model)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_synchronised_batch_norm_on_the_cpu_is_refused_as_by_ddp():
+    for ours, theirs in run_ranks(converted, 2):
+        assert ours == theirs == "SyncBatchNorm layers only work with GPU modules"
+
+
+def trained(kind, rank, steps=2):
+    model = wrap(kind, build("many"), **SMALL)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model(batch("many", 10 * step + rank))).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def checkpoints(rank, world, folder):
+    fast, fast_optimizer = trained("fast", rank)
+    torchs, torchs_optimizer = trained("torch", rank)
+    saved = get_model_state_dict(fast)
+    same_names = list(saved) == list(fast.module.state_dict()) == list(get_model_state_dict(torchs))
+    optimizer_saved = get_optimizer_state_dict(fast, fast_optimizer)
+    same_names &= list(optimizer_saved["state"]) == [n for n, _ in fast.module.named_parameters()]
+    theirs = get_optimizer_state_dict(torchs, torchs_optimizer)
+    same_names &= list(optimizer_saved["state"]) == list(theirs["state"])
+
+    dcp.save({"model": saved, "optimizer": optimizer_saved}, checkpoint_id=folder)
+    other, other_optimizer = trained("fast", rank, steps=1)
+    loaded = {
+        "model": get_model_state_dict(other),
+        "optimizer": get_optimizer_state_dict(other, other_optimizer),
+    }
+    before = len(differences(state(other), state(fast)))
+    dcp.load(loaded, checkpoint_id=folder)
+    set_model_state_dict(other, loaded["model"])
+    set_optimizer_state_dict(other, other_optimizer, loaded["optimizer"])
+    for model, optimizer in ((fast, fast_optimizer), (other, other_optimizer)):
+        optimizer.zero_grad()
+        loss_of(model(batch("many", 7 + rank))).backward()
+        optimizer.step()
+    return same_names, before > 0, differences(state(fast), state(other))
+
+
+def test_distributed_checkpoints_hold_unwrapped_names(tmp_path):
+    results = run_ranks(checkpoints, 2, str(tmp_path / "saved"))
+    assert results == [(True, True, [])] * 2
+
+
+def into_a_plain_model(rank, world, folder):
+    fast, _ = trained("fast", rank)
+    dcp.save(get_model_state_dict(fast), checkpoint_id=folder)
+    dist.barrier()
+    plain = build("many", seed=1)
+    loaded = plain.state_dict()
+    dcp.load(loaded, checkpoint_id=folder)
+    plain.load_state_dict(loaded)
+    return differences(state(plain), state(fast.module)), isinstance(fast, FastDDP)
+
+
+def test_a_checkpoint_fits_the_bare_model(tmp_path):
+    assert run_ranks(into_a_plain_model, 2, str(tmp_path / "saved")) == [([], True)] * 2

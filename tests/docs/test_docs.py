@@ -1,0 +1,253 @@
+"""The documents: links resolve, every variable is described, figures are what their sources say."""
+
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.report import documents as report
+from fastsync import FastDDP
+from fastsync.wire.formats import wire_formats
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [*report.documents(ROOT), *sorted(ROOT.glob("examples/*.md"))]
+# Before a test registers one of its own.
+FORMATS = wire_formats()
+VARIABLE = re.compile(r"FASTSYNC_[A-Z_]+")
+# Markdown's [text](target) and ![text](target); HTML's src and href.
+LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
+PATH = re.compile(r"`((?:fastsync|csrc|tests|bench|examples|docs|\.ci)/[\w./-]*)`")
+
+
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def anchors(path):
+    """The names by which GitHub lets one link to a document's headings."""
+    headings = re.findall(r"^#+ +(.+)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def links(path):
+    for match in LINK.finditer(re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)):
+        yield match[1] or match[2]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_relative_links_resolve(path):
+    for link in links(path):
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), f"{path.name} links to {link}, which is not there"
+        assert not anchor or anchor in anchors(file), (
+            f"{path.name} links to {link}: no such heading"
+        )
+
+
+def test_every_document_is_reached_from_the_readme():
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        path = waiting.pop()
+        reached.add(path)
+        targets = ((path.parent / link.partition("#")[0]).resolve() for link in links(path))
+        waiting += [t for t in targets if t.suffix == ".md" and t.exists() and t not in reached]
+    assert set(DOCUMENTS) <= reached
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_summary_is_made_of_the_results():
+    summary = report.figures("summary")
+    rows = [line for line in summary.splitlines() if line.startswith("| ")][2:]
+    results = {
+        name: json.loads((report.RESULTS / f"{name}.json").read_text())
+        for name in ("step-real", "ops")
+    }
+    step = results["step-real"]["models"]["gpt2"]["variants"]
+    assert len(rows) == 5
+    assert f"{1e3 * step['ddp']['step']['median']:.0f} ms" in rows[0]
+    assert f"{step['fastsync']['ratio']['median']:.2f}x" in rows[0]
+    operators = {row[0]: int(row[1]) for row in results["ops"]["rows"]}
+    assert str(operators["ddp"] - operators["no_sync"]) in rows[3]
+    assert report.figures("summary", ROOT / "nowhere") == report.NOT_MEASURED
+    assert summary.count("torch ") == 1, "the rows come from several machines"
+
+
+# Where a document lists the wire formats, as rows of a table under a heading or in a row.
+LISTS_OF_WIRES = {
+    "README.md": "Choosing a wire format",
+    "docs/wire.md": "Formats",
+    "docs/tuning.md": "Which wire format?",
+}
+
+
+@pytest.mark.parametrize("name", LISTS_OF_WIRES)
+def test_every_wire_format_is_listed(name):
+    text = (ROOT / name).read_text().split(f"\n## {LISTS_OF_WIRES[name]}\n")[1].split("\n## ")[0]
+    first_cells = " ".join(re.findall(r"^\| ([^|]+)", text, re.M))
+    listed = set(re.findall(r"`\"?(\w+)\"?`", first_cells))
+    missing = set(FORMATS) - listed
+    assert not missing, f"{name} lacks {missing}"
+
+
+@pytest.mark.parametrize("name", ["docs/api.md", "docs/troubleshooting.md"])
+def test_every_wire_format_is_named(name):
+    """A paragraph or a row that lists values of `wire=` lists all of them."""
+    paragraphs = re.split(r"\n\n|\n\| ", (ROOT / name).read_text())
+    of_wires = [p for p in paragraphs if "fp8_e4m3" in p]
+    assert of_wires
+    for paragraph in of_wires:
+        assert {n for n in FORMATS if n in re.findall(r"\w+", paragraph)} == set(FORMATS)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_named_files_exist(path):
+    for name in PATH.findall(path.read_text()):
+        assert (ROOT / name).exists(), f"{path.name} names {name}, which is not there"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_commands_exist(path):
+    """Modules after `python -m`, and targets after `make` where it begins a piece of code."""
+    text = path.read_text()
+    for module in re.findall(r"-m ((?:bench|docs|examples|fastsync|tests)[\w.]*)", text):
+        assert importlib.util.find_spec(module.rstrip(".")), f"{path.name} runs {module}"
+    targets = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.M)
+    known = {target for line in targets for target in line.split()}
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.M):
+        assert target in known, f"{path.name} says `make {target}`"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_names_of_the_package_exist(path):
+    """Each name that a page calls fastsync.something can be imported from there."""
+    for name in set(
+        re.findall(r"\bfastsync(?:\.[A-Za-z_]\w*)+", path.read_text().replace("\\", ""))
+    ):
+        *parents, last = name.split(".")
+        if last in ("sh", "py", "json", "html"):
+            continue
+        module = importlib.import_module(".".join(parents))
+        if not hasattr(module, last):
+            assert importlib.util.find_spec(name), name  # not imported: fastsync.mpi starts MPI
+
+
+def test_every_variable_is_documented():
+    """docs/api.md has a row for each variable of env.py and .ci/run, and no other."""
+    described = set(re.findall(r"^\| `(\w+)", (ROOT / "docs/api.md").read_text(), re.M))
+    sources = [ROOT / "fastsync/build/env.py", ROOT / ".ci/run"]
+    read = {name for source in sources for name in VARIABLE.findall(source.read_text())}
+    assert {name for name in described if name.startswith("FASTSYNC_")} == read
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_documents_name_existing_variables(path):
+    sources = [*ROOT.glob("fastsync/**/*.py"), *ROOT.glob("csrc/**/*.*"), ROOT / "CMakeLists.txt"]
+    known = {n for s in [*sources, ROOT / ".ci/run"] for n in VARIABLE.findall(s.read_text())}
+    assert set(VARIABLE.findall(path.read_text())) <= known
+
+
+def test_figures_are_what_the_script_draws():
+    subprocess.run([sys.executable, str(ROOT / "docs/make_figures.py"), "--check"], check=True)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_measurements_are_what_the_results_say(path):
+    text = path.read_text()
+    assert report.filled(text) == text, "run: python -m bench report"
+    assert len(report.MARKED.findall(text)) == text.count("<!-- bench:")
+
+
+def test_charts_are_what_the_results_say():
+    for path, wanted in report.renewed().items():
+        assert path.exists() and path.read_text() == wanted, "run: python -m bench report"
+
+
+def test_report_fills_a_table(tmp_path):
+    spread = {"median": 0.5, "q1": 0.4, "q3": 0.6}
+    timing = {"step": {"median": 0.02, "q1": 0.019, "q3": 0.021}, "ratio": spread}
+    few, more = timing | {"rounds": [0.02] * 3}, timing | {"rounds": [0.02] * 5}
+    facts = {"gpu": None, "cpu": "a cpu", "cores": 2, "memory_gib": 8.0, "ranks": 2}
+    facts |= {"transport": "Gloo", "threads_per_rank": 1, "torch": "2", "python": "3"}
+    result = {
+        "kind": "step",
+        "command": "python -m bench step",
+        "environment": facts | {"commit": "abc"},
+        "settings": {"baseline": "ddp", "rounds": 9},
+        "models": {
+            "small": {
+                "tensors": 4,
+                "gradient_bytes": 2_000_000,
+                "variants": {"ddp": few, "fastsync": more},
+            }
+        },
+    }
+    (tmp_path / "step.json").write_text(report.json.dumps(result))
+    text = "a\n<!-- bench:step -->\nold\n<!-- /bench:step -->\nb\n"
+    filled = report.filled(text, tmp_path)
+    rows = [" ".join(line.split()) for line in filled.splitlines()]
+    assert "| `ddp` | 20.0 ± 1.0 ms |" in rows and "| `fastsync` | 0.50 ± 0.10 |" in rows
+    assert "old" not in filled and "median of 3 to 5 rounds" in filled
+    assert report.filled(filled, tmp_path) == filled
+    assert report.NOT_MEASURED in report.filled(text, tmp_path / "nowhere")
+
+
+def table_rows(heading, page="docs/drop-in.md"):
+    """First and last cells of the tables under a heading of a page."""
+    text = (ROOT / page).read_text()
+    section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| ") and not cells[-1].startswith("test"):
+            yield cells[0], cells[-1]
+
+
+def test_every_argument_and_method_of_ddp_has_a_row():
+    described = {name for first, _ in table_rows("Arguments") for name in re.findall(r"\w+", first)}
+    arguments = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self"}
+    assert arguments <= described <= set(inspect.signature(FastDDP.__init__).parameters)
+    rows = [first for first, _ in table_rows("Methods and properties")]
+    described = {name for row in rows for name in re.findall(r"\w+", row)}
+    assert {name for name in vars(DistributedDataParallel) if not name.startswith("_")} <= described
+
+
+def test_every_row_names_tests_that_exist():
+    named = r"`(test_\w+)::(test_\w+)`"
+    headings = ["Arguments", "Methods and properties", "Communication hooks of torch", "Behaviour"]
+    tables = [table_rows(heading) for heading in [*headings, "torch.compile", "Libraries"]]
+    for rows in map(list, [*tables, table_rows("What a script may do", "docs/zero.md")]):
+        assert rows
+        for first, last in rows:
+            assert re.findall(named, last), f"the row of {first} names no test"
+    text = "".join((ROOT / page).read_text() for page in ("docs/drop-in.md", "docs/zero.md"))
+    for file, test in re.findall(named, text):
+        sources = ROOT.glob(f"tests/**/{file}.py")
+        assert any(f"def {test}(" in s.read_text() for s in sources), f"{file}::{test}"
+
+
+def quoted_errors():
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    for cell in re.findall(r"^\| (\".+?) \| ", text, re.MULTILINE):
+        yield from re.findall(r'"([^"]+)"', cell)
+
+
+@pytest.mark.parametrize("error", list(quoted_errors()))
+def test_quoted_errors_exist(error):
+    """Each text in docs/troubleshooting.md is in the sources, where `…` stands for anything."""
+    sources = [*ROOT.glob("fastsync/**/*.py"), *ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("csrc/*.h")]
+    code = "".join(source.read_text() for source in sources)
+    code = re.sub(r'"\s+f?"', "", code)  # adjacent literals are one text
+    for part in filter(None, (part.strip(" ,:") for part in error.split("…"))):
+        assert part in code, f"no error says {part!r}"

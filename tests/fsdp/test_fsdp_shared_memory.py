@@ -1,0 +1,177 @@
+"""Units of ranks that share a machine, which exchange through memory that they map."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fastsync import FastDDP, RankMismatchError, Wire, fully_shard
+from fastsync.testing import RankError, run_ranks
+from tests.fsdp.fsdp_models import OPTIMIZERS, apply, loss_of, net, words
+
+STEPS = 6
+
+
+def segments():
+    """Other ranks' segments that this process maps."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    inodes = {line.split()[4] for line in lines if "memfd:fastsync" in line}
+    return len(inodes)
+
+
+def weights(model):
+    return [p.full_tensor().detach().clone() for p in model.parameters()]
+
+
+def train(rank, world, way, make, steps=STEPS):
+    """Weights after some steps, accumulated ones among them, and how many segments are mapped."""
+    os.environ["FASTSYNC_SHM"] = {"memory": "1", "group": "0"}[way]
+    model = make()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for step in range(steps):
+        for micro in range(1 + step % 2):
+            loss_of(model, words(rank, 10 * step + micro)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model), segments()
+
+
+def by_units():
+    model = net()
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def by_stage():
+    return FastDDP(net(), zero=3)
+
+
+def by_large_units(**options):
+    """Most shares are messages by themselves, of other sizes on the last rank."""
+    return apply(fully_shard, net(2, width=256), **options)
+
+
+def by_lower_units():
+    lower = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    return by_large_units(mp_policy=lower)
+
+
+WAYS = {
+    "fully_shard": by_units,
+    "zero=3": by_stage,
+    "large": by_large_units,
+    "lower precision": by_lower_units,
+}
+
+
+def both(rank, world, make):
+    before = segments()
+    ours, mapped = train(rank, world, "memory", make)
+    assert mapped - before == world, "memory of every rank"
+    theirs, after = train(rank, world, "group", make)
+    assert after <= mapped, "no memory but the first model's"
+    return [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]
+
+
+@pytest.mark.slow("fully_shard-2", "fully_shard-3", "zero=3-2", "zero=3-3")
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_are_those_through_the_group(world, way):
+    for same in run_ranks(both, world, WAYS[way]):
+        assert all(same)
+
+
+def without_memory(rank, world):
+    model = FastDDP(net(), zero=3, wire=Wire(shared_memory=False))
+    loss_of(model, words(rank, 0)).backward()
+    return segments()
+
+
+@pytest.mark.slow
+def test_shared_memory_false_goes_through_the_group():
+    assert run_ranks(without_memory, 2) == [0, 0]
+
+
+def disagree(rank, world):
+    with pytest.raises(RankMismatchError, match="shared_memory") as caught:
+        FastDDP(net(), zero=3, wire=Wire(shared_memory=rank == 0))
+    return str(caught.value)
+
+
+def test_ranks_agree_on_it():
+    for text in run_ranks(disagree, 2):
+        assert "True" in text and "False" in text
+
+
+def evaluates(rank, world):
+    """Evaluate between steps: gathers without a reduction, and units that
+    come and go in between.
+    """
+    model = by_units()
+    seen = []
+    for step in range(20):
+        with torch.no_grad():
+            seen.append(loss_of(model, words(0, step)))
+        if step % 3 == 0:
+            model.blocks[0].unshard()
+            model.blocks[0].reshard()
+    dist.barrier()
+    return torch.stack(seen)
+
+
+def test_many_gathers_without_a_backward():
+    ours = run_ranks(evaluates, 2)
+    alone = net()
+    with torch.no_grad():
+        wanted = torch.stack([loss_of(alone, words(0, step)) for step in range(20)])
+    assert all(torch.equal(seen, wanted) for seen in ours)
+
+
+def dies(rank, world, folder):
+    model = by_units()
+    for step in range(5):
+        loss = loss_of(model, words(rank, step))
+        if rank == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            Path(folder, str(rank)).write_text(str(error))
+            return
+
+
+def gathers_again(rank, world, way, folder):
+    """Tries to gather a unit three times after another rank has died."""
+    os.environ["FASTSYNC_SHM"] = {"memory": "1", "group": "0"}[way]
+    model = by_units()
+    loss_of(model, words(rank, 0)).backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    outcomes = []
+    for _ in range(3):
+        try:
+            model.blocks[0].unshard()
+            outcomes.append("parameters")
+        except RuntimeError:
+            outcomes.append("error")
+    Path(folder, str(rank)).write_text(", ".join(outcomes))
+
+
+@pytest.mark.parametrize("way", ["memory", "group"])
+def test_memory_that_nobody_has_filled_is_not_taken_for_parameters(way, tmp_path):
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        run_ranks(gathers_again, 2, way, str(tmp_path), grace=10.0)
+    assert (tmp_path / "0").read_text() == "error, error, error"
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named(tmp_path):
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        run_ranks(dies, 2, str(tmp_path), grace=5.0)
+    text = (tmp_path / "0").read_text()
+    assert "rank 1 ended while rank 0 waited for it to send a message" in text

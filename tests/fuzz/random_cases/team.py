@@ -1,0 +1,107 @@
+"""Many cases, one after the other, in one team of ranks."""
+
+import os
+import tempfile
+import time
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fastsync.testing import RankError, run_ranks
+from tests.fuzz.random_cases.case import Case
+from tests.fuzz.random_cases.wrapped import Seat
+from tests.fuzz.random_units.case import UnitCase
+
+__all__ = ["Tally", "check_cases", "world_of"]
+
+# What is drawn: models under FastDDP, or trees of modules under fully_shard().
+FAMILIES = {"models": Case, "units": UnitCase}
+CASES_PER_TEAM = 60
+SECONDS_PER_CASE = 60  # a case that takes longer hangs
+
+
+@dataclass
+class Tally:
+    """Record of what has been run: cases, the slowest, and how often each kind was drawn."""
+
+    cases: int = 0
+    seconds: float = 0.0
+    slowest: tuple = (0.0, None)
+    kinds: Counter = field(default_factory=Counter)
+
+    def add(self, seed, seconds, kinds):
+        self.cases += 1
+        self.seconds += seconds
+        self.slowest = max(self.slowest, (seconds, seed))
+        self.kinds.update(kinds)
+
+    def __str__(self):
+        mean = 1000 * self.seconds / max(1, self.cases)
+        slowest, seed = self.slowest
+        return (
+            f"{self.cases} cases, {mean:.0f} ms each, slowest {seed} with {1000 * slowest:.0f} ms"
+        )
+
+
+def world_of(seed):
+    """Return how many ranks a case has: 4, 3 or, mostly, 2."""
+    return {7: 4, 3: 3, 11: 3}.get(seed % 16, 2)
+
+
+def run_cases(rank, world, seeds, folder, family="models"):
+    """Run cases one after the other, and leave the number of the current one in a file.
+
+    Returns:
+        Of each case its number, its seconds and the kinds of what was drawn.
+    """
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    if world == 4:
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+    seat = Seat(rank, world, dist.new_group(), dist.new_group())
+    done = []
+    with (folder / str(rank)).open("w") as file:
+        for seed in seeds:
+            warnings.simplefilter("ignore")
+            start = time.monotonic()
+            file.seek(0)
+            file.truncate()
+            log = []
+            note(file, log, str(seed))
+            FAMILIES[family](seed, seat, partial(note, file, log)).run()
+            done.append((seed, time.monotonic() - start, log[1:]))
+    return done
+
+
+def note(file, log, entry):
+    """Write down what a rank that crashes or hangs was about to do."""
+    log.append(entry)
+    print(entry, file=file, flush=True)
+
+
+def check_cases(seeds, tally=None, family="models"):
+    """Run cases; a failure names the first case that failed, and the command that repeats it."""
+    tally = tally or Tally()
+    for world in (2, 3, 4):
+        mine = [seed for seed in seeds if world_of(seed) == world]
+        for start in range(0, len(mine), CASES_PER_TEAM):
+            for entry in check_team(world, mine[start : start + CASES_PER_TEAM], family):
+                tally.add(*entry)
+    return tally
+
+
+def check_team(world, seeds, family):
+    with tempfile.TemporaryDirectory() as folder:
+        timeout = SECONDS_PER_CASE + len(seeds)
+        try:
+            return run_ranks(run_cases, world, seeds, Path(folder), family, timeout=timeout)[0]
+        except RankError as error:
+            logs = [path.read_text().splitlines() for path in Path(folder).iterdir()]
+            first = min(logs, key=lambda log: seeds.index(int(log[0])), default=[str(seeds[0])])
+            of = "" if family == "models" else f" --of {family}"
+            command = f"python -m tests.fuzz.test_random{of} --case {first[0]}"
+            said = ", ".join(first[1:])
+            raise AssertionError(f"again with: {command}\n({said})\n{error}") from None

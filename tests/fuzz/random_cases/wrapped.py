@@ -1,0 +1,355 @@
+"""A model and its unwrapped copy, trained side by side on one rank."""
+
+import copy
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from fastsync import FastDDP
+from fastsync.plan.arguments import grouped
+from fastsync.shard.gradients import ShardedGradient
+from tests.fuzz.random_cases import drawing
+from tests.fuzz.random_cases.tree import WIDTH, Fault, loss_of
+
+__all__ = ["Forward", "Seat", "Twins", "Wrapped", "same", "seen"]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """This rank among those of a team.
+
+    Attributes:
+        judges: the process group over which results are compared, which no model uses.
+        second: one more group of all ranks, for a second model.
+    """
+
+    rank: int
+    world: int
+    judges: object
+    second: object
+
+
+def same(one, other):
+    """Bit for bit equal; any NaN equals any NaN."""
+    if one is None or other is None:
+        return one is other
+    one, other = (t.to_dense() if t.is_sparse else t for t in (one, other))
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def seen(grad):
+    """The elements of a gradient that may be spread over the ranks, and stays so. Collective."""
+    return grad.share.collected() if isinstance(grad, ShardedGradient) else grad
+
+
+def magnitudes(grad):
+    grad = (grad.to_dense() if grad.is_sparse else grad).detach().resolve_conj()
+    return (torch.view_as_real(grad) if grad.is_complex() else grad).abs()
+
+
+def same_elements(one, other):
+    return (one == other) | (one.isnan() & other.isnan())
+
+
+def make_optimizer(params):
+    """Return an optimizer whose steps round alike however parameters are cut."""
+    return torch.optim.SGD(params, lr=2**-4, momentum=0.5)
+
+
+class Exact:
+    """Tensor that the copy's optimizer steps on: its parameter, or fp32 where
+    that is rounded then.
+    """
+
+    def __init__(self, param):
+        self.master = self.delivered = param.detach().clone()
+        self.moved = torch.zeros_like(self.master, dtype=torch.bool)  # elements, by the last step
+        self.state = {}  # what the optimizer keeps of it
+
+    def step(self, param, rounding):
+        """Follow what has been written since the last step, step, and round."""
+        wide = param.dtype if rounding is None else torch.float32
+        written = ~same_elements(param.detach(), self.delivered)
+        before = self.master.to(wide).where(~written, param.detach().to(wide))
+        self.master = before.clone()
+        stepped = torch.nn.Parameter(self.master)
+        stepped.grad = None if param.grad is None else param.grad.to(wide)
+        optimizer = make_optimizer([stepped])
+        optimizer.state[stepped] = self.state
+        optimizer.step()
+        self.moved = ~same_elements(before, self.master)
+        if param.grad is not None:
+            param.data.copy_(stepped.data if rounding is None else rounding(stepped))
+
+
+class Twins:
+    """A tree, its copy, and the gradients that a user saved of it."""
+
+    def __init__(self, tree, rng, mine):
+        self.tree, self.twin = tree, copy.deepcopy(tree)
+        self.params = list(zip(tree.parameters(), self.twin.parameters(), strict=True))
+        ways = ("none", "none", "zero", "nothing", "some")
+        # What is spread over the ranks is zeroed on all of them.
+        self.zeroing = rng.choice(ways[:-1] if tree.zero else ways)
+        self.mine = mine
+        self.saved = []
+        self.fired = set()
+        self.sums = {}  # by position, magnitudes of what the copy's gradient was added up from
+        for index, (_, theirs) in enumerate(self.params):
+            theirs.register_post_accumulate_grad_hook(lambda _, i=index: self.fired.add(i))
+            theirs.register_hook(lambda grad, i=index: self.add_to_sum(i, grad))
+
+    def add_to_sum(self, index, grad):
+        self.sums[index] = self.sums.get(index, 0) + magnitudes(grad)
+
+    def begin_sums(self):
+        self.sums = {
+            index: magnitudes(theirs.grad)
+            for index, (_, theirs) in enumerate(self.params)
+            if theirs.grad is not None
+        }
+
+    def replace_tree(self):
+        """Replace the tree as a restart does: other parameters of the same values, and no
+        gradients.
+        """
+        self.tree = copy.deepcopy(self.tree)
+        theirs = [theirs for _, theirs in self.params]
+        self.params = list(zip(self.tree.parameters(), theirs, strict=True))
+        self.zero("none")
+        self.saved = []
+
+    def take_fired(self):
+        """Positions of the parameters whose copies got gradients since the last call."""
+        fired, self.fired = self.fired, set()
+        return fired
+
+    def freeze(self, flips):
+        """Turn the parameters at the positions `flips` from trained to frozen, or back."""
+        for index in flips:
+            ours, theirs = self.params[index]
+            ours.requires_grad_(not ours.requires_grad)
+            theirs.requires_grad_(ours.requires_grad)
+
+    def zero(self, way=None):
+        """In the way of this case; what the user saved must not notice."""
+        for ours, theirs in self.params:
+            how = way or self.zeroing
+            if how == "some":
+                how = self.mine.choice(("none", "zero", "nothing"))
+            if how == "none":
+                ours.grad = theirs.grad = None
+            elif how == "zero" and ours.grad is not None:
+                ours.grad.detach_().zero_()
+                theirs.grad.zero_()
+            if how != "none":  # autograd itself writes into the same memory
+                self.forget(ours)
+
+    def forget(self, param):
+        self.saved = [entry for entry in self.saved if entry[0] is not param]
+
+    def keep(self):
+        """Save gradients as users do, each with a copy of its values."""
+        for ours, _ in self.params:
+            if ours.grad is None or ours.grad.is_sparse or self.mine.random() < 0.7:
+                continue
+            if isinstance(ours.grad, ShardedGradient):  # which all ranks would have to look at
+                continue
+            way = self.mine.choice(("itself", "slice", "detached", "storage", "shared"))
+            grad = ours.grad
+            held = {"slice": grad[:1] if grad.dim() else grad, "detached": grad.detach()}.get(way)
+            if way == "storage":
+                held = torch.empty(0, dtype=grad.dtype).set_(
+                    grad.untyped_storage(), grad.storage_offset(), grad.shape, grad.stride()
+                )
+            if way == "shared":
+                grad.share_memory_()
+            held = grad if held is None else held
+            self.saved.append((ours, held, held.detach().clone(), way))
+
+    def check_saved(self):
+        for _, held, values, way in self.saved:
+            assert same(held, values), f"a saved gradient ({way}) was overwritten"
+
+
+@dataclass
+class Forward:
+    """Inputs and outputs of the model and of its copy."""
+
+    inputs: tuple
+    output: object
+    twin: object
+
+    def losses(self):
+        return loss_of(self.output), loss_of(self.twin)
+
+
+@dataclass
+class Wrapped:
+    """One wrapper over `twins`.
+
+    Attributes:
+        rng: the same on every rank; mine: this rank's own.
+        used: positions of parameters that got gradients through the wrapper since the last step.
+        touched: positions of those that got some without it, or after the end of a step.
+        pending: a forward's backward never came.
+        siblings: other wrappers over the same parameters.
+        joined: there has been a join(), after which each forward tells the other ranks.
+        frozen_alone: one rank may have frozen parameters that others train.
+        regrouped: parameters were frozen or unfrozen since the last step.
+        owed: by position, what each rank's error feedback keeps back: fp64 [world, numel].
+    """
+
+    seat: Seat
+    drawn: drawing.Drawn
+    twins: Twins
+    rng: random.Random
+    mine: random.Random
+    group: object = None
+    used: set = field(default_factory=set)
+    touched: set = field(default_factory=set)
+    pending: bool = False
+    siblings: list = field(default_factory=list)
+    joined: bool = False
+    frozen_alone: bool = False
+    regrouped: bool = False
+    owed: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.inputs = torch.Generator().manual_seed(self.mine.randrange(1 << 40))
+        self.order = list(range(len(self.twins.tree.kinds)))
+        self.wire = self.drawn.wire
+        self.fixed_use = [i for i in self.order if self.rng.random() < 0.7]
+        self.wrap()
+
+    def wrap(self):
+        options = {**self.drawn.options, "process_group": self.group}
+        if "wire" in options:
+            options["wire"] = self.wire
+        trained = [p.dtype for p in self.tree.parameters() if p.requires_grad]
+        if not any(map(self.drawn.rounding, trained)):
+            options.pop("parameter_wire", None)  # which would be refused
+        self.model = FastDDP(self.twins.tree, **grouped(options))
+        drawing.register(self.model, self.drawn)
+        if self.drawn.zero:
+            self.spread()
+        self.note_plan()
+
+    def spread(self):
+        """The first step of an optimizer, which changes nothing: gradients are shared after it."""
+        self.zero("none")
+        self.optimizer = make_optimizer(self.tree.parameters())
+        self.optimizer.step()
+        self.exact = [Exact(theirs) for _, theirs in self.twins.params]
+
+    def step(self, before=lambda params: None, after=lambda params: None):
+        """Make a step of the optimizer; the copy's is an ordinary one, on exact weights.
+
+        Args:
+            before: what a hook does with parameters, and their gradients, before the step.
+            after: what one does after it.
+        """
+        params = [ours for ours, _ in self.twins.params]
+        seen = []  # by a hook after the step
+
+        def look(*_):
+            seen.extend(p.detach().clone() for p in params)
+            with torch.no_grad():
+                after(params)
+
+        handles = [
+            self.optimizer.register_step_pre_hook(lambda *_: before(params)),
+            self.optimizer.register_step_post_hook(look),
+        ]
+        with torch.no_grad():
+            before([theirs for _, theirs in self.twins.params])
+        self.optimizer.step()
+        for handle in handles:
+            handle.remove()
+        for index, (ours, theirs) in enumerate(self.twins.params):
+            exact, found = self.exact[index], seen[index]
+            exact.step(theirs, self.drawn.rounding(theirs.dtype))
+            # A piece that no step has changed stays exact.
+            still = same_elements(found, exact.master.to(found.dtype)) & ~exact.moved
+            right = same_elements(found, theirs) | still
+            assert bool(right.all()), f"parameter {index} is another one after a step"
+            exact.delivered = found
+            theirs.data.copy_(ours.data)
+            theirs.grad = None if ours.grad is None else theirs.grad
+
+    @property
+    def tree(self):
+        return self.twins.tree
+
+    @property
+    def own(self):
+        """Return the random numbers for this rank's actions: its own, where ranks may differ."""
+        return self.rng if self.drawn.alike else self.mine
+
+    def choose(self):
+        """Choose weights for a forward, in the order of their use."""
+        if self.drawn.complete:
+            return list(self.order)
+        if self.drawn.fixed:
+            used = [i for i in self.order if i in self.fixed_use]
+        else:
+            used = [i for i in self.order if self.own.random() < 0.6]
+        # A backward that bypasses the outputs and the parameters cannot be seen.
+        weights = self.tree.weights
+        if self.tree.shape == "opaque" and not any(weights[i].requires_grad for i in used):
+            used = [i for i in self.order if weights[i].requires_grad]
+        return used
+
+    def input(self):
+        return torch.randn(WIDTH, dtype=torch.float64, generator=self.inputs)
+
+    def zero(self, way=None):
+        """Gradients: in the given way, or in that of the case."""
+        self.twins.zero(way)
+
+    def forward(self, bare=False, used=None):
+        used = self.choose() if used is None else used
+        x = self.input().requires_grad_()
+        inputs = (x, x.detach().clone().requires_grad_())
+        ours = (self.tree if bare else self.model)(inputs[0], used)
+        mixed = self.drawn.mixed
+        self.twins.twin.low = None if bare or mixed is None else mixed.param_dtype
+        return Forward(inputs, ours, self.twins.twin(inputs[1], used))
+
+    def fail(self, where, used=None):
+        """A forward or backward that raises; the copy sits it out."""
+        try:
+            x = self.input().requires_grad_()
+            used = self.choose() if used is None else used
+            loss_of(self.model(x, used, fault=where)).backward()
+        except Fault:
+            return
+        raise AssertionError(f"an exception in the {where} part was lost")
+
+    def backward(self, *losses, retain=False, bare=False):
+        """One backward of the sum of `losses`, which are pairs: of the model and of the copy."""
+        self.note_plan()
+        for loss in map(sum, zip(*losses, strict=True)):
+            loss.backward(retain_graph=retain)
+        fired = self.twins.take_fired()
+        if bare:
+            self.touched |= fired
+        else:
+            self.used |= fired
+        for other in self.siblings:
+            other.touched |= fired
+
+    @property
+    def trainable(self):
+        """Return whether a backward of this model can do anything at all."""
+        return any(p.requires_grad for p in self.tree.parameters())
+
+    def note_plan(self):
+        """The end of a step may bring another one."""
+        self.plan = self.model._engine.plan
+
+    def plan_of(self, index):
+        """The bucket that parameter `index` travelled in; None: it was in no bucket."""
+        buckets = self.plan.buckets
+        return next((bucket for bucket in buckets if index in bucket.params), None)

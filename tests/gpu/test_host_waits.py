@@ -1,0 +1,128 @@
+"""Places where the code of a step could make the host wait for a device, and why each may.
+
+On a device no step waits, unless the script asks for a value. `test_simulated_waits.py` counts the
+waits; this finds places that no test reaches.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import fastsync
+
+PYTHON = Path(fastsync.__file__).parent
+CSRC = PYTHON.parent / "csrc"
+# What a step runs: from the script's forward to the end of `optimizer.step()`.
+PACKAGES = ("engine", "front", "shard", "units", "sharded.py", "ddp.py")
+FOLDERS = ("codec", "comm", "engine", "ops", "transport")
+METHODS = {"item", "cpu", "nonzero", "tolist", "numpy", "equal", "allclose"}
+IN_CPP = re.compile(
+    r"\.item(<|\()|\.cpu\(|\.to\((at::)?kCPU|device\(at::kCPU\)|\.nonzero\(|\.equal\(|at::equal\("
+    r"|is_nonzero\("
+)
+
+ASKED = "the script asks for the value"
+PLANS = "between steps, where a plan is made"
+CPU = "only what lies on a CPU comes here"
+BACK = "between steps, where a rank comes back"
+MISSED = "a parameter has no gradient on this rank"
+DIFFER = "replicas differ"
+ALLOWED = {
+    "engine/agreement.py: _of_first_rank: tolist": PLANS,
+    "engine/agreement.py: agree_on_plan: cpu": PLANS,
+    "engine/agreement.py: agree_on_plan: item": PLANS,
+    "engine/agreement.py: agree_on_plan: tolist": PLANS,
+    "engine/bucket.cpp: Bucket::flags_on_host": "the script asks who used a parameter; or "
+    "nonfinite, where gradients travel in a form whose flags carry no infinity of a device",
+    "engine/checkpoint.py: _sum: to the CPU": ASKED,
+    "engine/flags.cpp: FlagExchange::counts": f"{MISSED}, with a hook; or replicas",
+    "engine/handover.py: _receive_all: numpy": BACK,
+    "engine/handover.py: give: cpu": BACK,
+    "engine/reducer_wait.cpp: Reducer::read_flags": "nonfinite, once, in step()",
+    "engine/reducer_wait.cpp: Reducer::read_missed": f"{MISSED}; once",
+    "engine/tied.py: overlaps: bool": "no tensor",
+    "engine/unit_reduce.cpp: uses_of": MISSED,
+    "engine/watch.py: _gather: numpy": CPU,
+    "front/replicas.py: _everyones: tolist": DIFFER,
+    "front/replicas.py: _on_host: cpu": DIFFER,
+    "front/torch_faces.py: _set_forward_pass_work_handle: item": "join(), as in torch",
+    "ops/digests.cpp: no_modes": "replicas, every so many steps",
+    "ops/norms.cpp: finite_by_torch": "as Bucket::flags_on_host",
+    "shard/checkpoint.py: _is_unread: tolist": ASKED,
+    "shard/codes.py: decode: tolist": CPU,
+    "shard/codes.py: differ: equal": CPU,
+    "shard/codes.py: holds: equal": CPU,
+    "shard/exchange.py: sum: item": "clip_grad_norm_() of the model, where gradients are on a CPU",
+    "shard/fetching.py: _memory: numpy": ASKED,
+    "shard/gradients.py: numpy: numpy": ASKED,
+    "shard/norms.py: _rounded: item": CPU,
+    "shard/pieces.py: alike: allclose": ASKED,
+    "shard/space.py: _follow: bool": CPU,
+    "shard/space.py: delivered: equal": ASKED,
+    "shard/state.py: numpy: numpy": ASKED,
+    "shard/state.py: tolist: tolist": ASKED,
+    "transport/hierarchical.cpp: load_residual": f"{PLANS}; or {MISSED}",
+    "transport/node_regions.cpp: load_residual": f"{PLANS}; or {MISSED}",
+    "units/member.py: has_hooks: bool": "no tensor",
+    "units/staging.py: wait: synchronize": "offloaded shares, which the host reads and writes",
+}
+
+
+def calls_of(function):
+    """Yield the calls within a function, but for those of functions within it."""
+    below = list(ast.iter_child_nodes(function))
+    while below:
+        node = below.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.Call):
+            yield node
+        below.extend(ast.iter_child_nodes(node))
+
+
+def waits_as(call):
+    """Return how a call may wait; None: it does not."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else None
+    if name in METHODS:
+        return name
+    if name == "to" and any(_is_cpu(value) for value in [*call.args, *_values(call)]):
+        return "to the CPU"
+    if name == "synchronize":
+        return name
+    is_bool = isinstance(call.func, ast.Name) and call.func.id == "bool"
+    return "bool" if is_bool and call.args and isinstance(call.args[0], ast.Call) else None
+
+
+def _values(call):
+    return [keyword.value for keyword in call.keywords]
+
+
+def _is_cpu(value):
+    return isinstance(value, ast.Constant) and value.value == "cpu"
+
+
+def python_places():
+    for package in PACKAGES:
+        root = PYTHON / package
+        for file in [root] if root.suffix else sorted(root.rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.FunctionDef):
+                    for call in calls_of(node):
+                        if how := waits_as(call):
+                            yield f"{file.relative_to(PYTHON)}: {node.name}: {how}"
+
+
+def cpp_places():
+    for folder in FOLDERS:
+        for file in sorted((CSRC / folder).glob("*.[ch]*")):
+            function = ""
+            for line in file.read_text().splitlines():
+                if begun := re.match(r"(?:  )?[\w:<>,&*~ ]+?\b([\w:~]+)\([^;]*$", line):
+                    function = begun[1]
+                if IN_CPP.search(line.split("//")[0]):
+                    yield f"{file.relative_to(CSRC)}: {function}"
+
+
+def test_places_where_the_host_waits_are_known():
+    found = {*python_places(), *cpp_places()}
+    assert found == set(ALLOWED), "a new place where a step may wait, or one that is gone"

@@ -1,0 +1,195 @@
+"""Coded buckets in every kind of step that native ones know, with a code that loses nothing."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.utils.checkpoint import checkpoint
+
+from fastsync import FastDDP, TopK, Wire
+from tests.helpers.models import many
+from tests.helpers.teams import run_ranks
+
+EXACT = (
+    Wire("fp32", form="two_shot"),
+    Wire("fp32", form="two_shot", piece_bytes=500),
+    Wire("fp32", form="gather"),
+    Wire(TopK(1.0), error_feedback=False),
+)
+
+
+def wrapped(wire, **options):
+    torch.manual_seed(0)
+    return FastDDP(many(3, 16), wire=wire, bucket_cap_mb=0.001, **options)
+
+
+def inputs(rank, step):
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def grads(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def uneven(rank, world, wire):
+    model = wrapped(wire)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model]):
+        for step in range(2 + 3 * rank):
+            optimizer.zero_grad()
+            model(inputs(rank, step)).square().sum().backward()
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def static(rank, world, wire):
+    model = wrapped(wire, static_graph=True)
+    for step in range(3):
+        model.zero_grad()
+        model(inputs(rank, step)).square().sum().backward()
+    return grads(model)
+
+
+def accumulated(rank, world, wire):
+    model = wrapped(wire)
+    for step in range(3):
+        model.zero_grad()
+        with model.no_sync():
+            model(inputs(rank, step)).square().sum().backward()
+        model(inputs(rank, step + 5)).square().sum().backward()
+    return grads(model)
+
+
+def kept(rank, world, wire):
+    """Gradients are never zeroed, and grow."""
+    model = wrapped(wire)
+    for step in range(3):
+        model(inputs(rank, step)).square().sum().backward()
+    return grads(model)
+
+
+class Recomputed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = many(3, 16)
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=True)
+
+
+def recomputed(rank, world, wire):
+    torch.manual_seed(0)
+    model = FastDDP(Recomputed(), wire=wire, bucket_cap_mb=0.001)
+    for step in range(3):
+        model.zero_grad()
+        model(inputs(rank, step).requires_grad_()).square().sum().backward()
+    return grads(model)
+
+
+def thawed(rank, world, wire):
+    model = wrapped(wire)
+    model.module[0].requires_grad_(False)
+    for step in range(6):
+        model.module[0].requires_grad_(step >= 3)
+        model.zero_grad()
+        model(inputs(rank, step)).square().sum().backward()
+    return grads(model)
+
+
+def in_a_subgroup(rank, world, wire):
+    """Every rank takes part in making groups; two of them train."""
+    group = dist.new_group([0, world - 1])
+    if rank not in (0, world - 1):
+        return []
+    model = wrapped(wire, process_group=group)
+    for step in range(2):
+        model.zero_grad()
+        model(inputs(rank // (world - 1), step)).square().sum().backward()
+    return grads(model)
+
+
+def two_models(rank, world, wire):
+    models = [wrapped(wire), wrapped(wire)]
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+        x = inputs(rank, step)
+        models[1](models[0](x)).square().sum().backward()
+    return [g for model in models for g in grads(model)]
+
+
+@pytest.mark.slow(but=("kept-2-wire3",))
+@pytest.mark.parametrize("wire", EXACT)
+@pytest.mark.parametrize(
+    ("train", "world"),
+    [
+        (uneven, 2),
+        (static, 2),
+        (accumulated, 2),
+        (kept, 2),
+        (recomputed, 2),
+        (thawed, 2),
+        (in_a_subgroup, 3),
+        (two_models, 2),
+    ],
+)
+def test_a_lossless_code_changes_no_bit(train, world, wire):
+    found = run_ranks(train, world, wire)
+    wanted = run_ranks(train, world, Wire())
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert len(ours) == len(theirs)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def used_by(rank, world, wire):
+    """Rank 0 leaves out one layer, all ranks another."""
+    torch.manual_seed(0)
+    parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    class Some(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = parts
+
+        def forward(self, x):
+            for index, part in enumerate(self.parts):
+                if index != 2 and (index != 1 or rank != 0):
+                    x = part(x)
+            return x
+
+    model = FastDDP(Some(), wire=wire, find_unused_parameters=True, bucket_cap_mb=0.001)
+    for step in range(2):
+        model.zero_grad()
+        model(inputs(rank, step)).square().sum().backward()
+    unused = [p.grad is None for p in parts[2].parameters()]
+    return unused, model.reducer._get_local_used_map().tolist()
+
+
+@pytest.mark.slow(but=("wire4",))
+@pytest.mark.parametrize("wire", ["int8", *EXACT])
+def test_used_flags_travel_exactly(wire):
+    for unused, counts in run_ranks(used_by, 3, wire):
+        assert unused == [True, True]
+        assert counts == [3, 3, 2, 2, 0, 0, 3, 3]
+
+
+def abandoned(rank, world, wire):
+    """A backward that fails before anything was sent leaves nothing behind."""
+    model = wrapped(wire)
+    for step in range(4):
+        model.zero_grad()
+        loss = model(inputs(rank, step))
+        if step == 1:
+            loss.register_hook(lambda g: (_ for _ in ()).throw(KeyError("stop")))
+            with pytest.raises(KeyError, match="stop"):
+                loss.square().sum().backward()
+        else:
+            loss.square().sum().backward()
+    return grads(model)
+
+
+def test_a_failed_backward_leaves_nothing_behind():
+    for wire in EXACT:
+        found, wanted = run_ranks(abandoned, 2, wire), run_ranks(abandoned, 2, Wire())
+        assert all(torch.equal(a, b) for a, b in zip(found[0], wanted[0], strict=True))

@@ -1,0 +1,323 @@
+"""zero=1 and 2: what scripts see of gradients, and when these travel."""
+
+import copy
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+from fastsync import FastDDP, Wire
+from fastsync.testing import RankError
+from tests.helpers.teams import run_ranks
+from tests.zero.zero_loops import STEPS, batch, close, net, train, trained
+
+
+def clip(model, optimizer):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def clip_infinite(model, optimizer):
+    """Torch has no such norm of nothing."""
+    nn.utils.clip_grad_norm_([p for p in model.parameters() if p.numel()], 0.01, math.inf)
+
+
+def clip_values(model, optimizer):
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def each_gradient(change):
+    def between(model, optimizer):
+        for param in model.parameters():
+            if param.grad is not None:
+                change(param, param.grad)
+
+    return between
+
+
+def own_norm(model, optimizer):
+    """Clip as many scripts do: gradient by gradient, by a norm of another order."""
+    norms = [p.grad.detach().norm(3) for p in model.parameters() if p.grad is not None]
+    total = torch.stack(norms).norm(3).item()
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.data.mul_(min(1.0, 0.1 / total))
+
+
+def one_element(param, grad):
+    if grad.numel():
+        grad[(0,) * grad.dim()] = 0.25
+
+
+def replaced(param, grad):
+    param.grad = grad.sign() * grad.abs().sqrt()
+
+
+def added(param, grad):
+    grad += 0.01 * param.detach()
+
+
+def by_numpy(param, grad):
+    param.grad = torch.from_numpy(grad.numpy().copy()).clamp(max=0.01)
+
+
+BETWEEN = {
+    "nothing": lambda *_: None,
+    "clip": clip,
+    "clip to infinite norm": clip_infinite,
+    "clip values": clip_values,
+    "write": each_gradient(lambda p, g: g.mul_(0.5).add_(0.01 * p.detach())),
+    "write one element": each_gradient(one_element),
+    "replace": each_gradient(replaced),
+    "add": each_gradient(added),
+    "add then scale": each_gradient(lambda p, g: g.add_(p.detach(), alpha=0.1).mul_(0.3)),
+    "without numbers that are none": each_gradient(lambda p, g: g.nan_to_num_()),
+    "own norm": own_norm,
+    "numpy": each_gradient(by_numpy),
+    "copy": each_gradient(lambda p, g: setattr(p, "grad", copy.deepcopy(g) * 2)),
+    "some to none": each_gradient(lambda p, g: setattr(p, "grad", g if p.dim() > 1 else None)),
+    "centred": each_gradient(lambda p, g: g.sub_(g.mean()) if g.dim() > 1 else None),
+}
+
+
+@pytest.mark.slow
+def test_what_scripts_do_between_backward_and_step():
+    for wanted, found in run_ranks(everything_in_between, 3):
+        for name in BETWEEN:
+            assert close(found[name], wanted[name]), name
+
+
+def everything_in_between(rank, world):
+    by_stage = []
+    for zero in (0, 1):
+        by_stage.append({n: trained(rank, zero, "sgd", how)[0] for n, how in BETWEEN.items()})
+    return by_stage
+
+
+def accumulate(model, rank, step, times):
+    """All but the last under no_sync(), as scripts do it."""
+    for part in range(times - 1):
+        with model.no_sync():
+            model(batch(rank, 10 * step + part)).mean().backward()
+    model(batch(rank, 10 * step + 9)).mean().backward()
+
+
+def kept_between_steps(rank, world, zero):
+    """Accumulation, gradients that are never zeroed, one that is kept, and work on the module."""
+    module = net()
+    model = FastDDP(module, zero=zero, find_unused_parameters=True)
+    optimizer = optim.SGD(model.parameters(), 0.01, momentum=0.5)
+    seen = []
+    for step in range(STEPS):
+        if step % 3 == 0:
+            optimizer.zero_grad()
+        accumulate(model, rank, step, 1 + step % 3)
+        if step == 1:
+            kept = [p.grad for p in module.parameters() if p.grad is not None]
+        if step == 3:
+            seen = [k.clone() for k in kept]
+        if step == 4:
+            module(batch(0, step)).mean().backward()  # on every rank the same
+        optimizer.step()
+    return [p.detach() for p in module.parameters()] + seen
+
+
+@pytest.mark.slow("2")
+@pytest.mark.parametrize("zero", [1, 2])
+def test_gradients_that_are_kept_and_accumulated(zero):
+    for world in (2, 3):
+        ranks = run_ranks(kept_between_steps, world, 0)
+        for wanted, found in zip(ranks, run_ranks(kept_between_steps, world, zero), strict=True):
+            assert close(found, wanted)
+
+
+def sizes_while_accumulating(rank, world, zero):
+    """Elements of gradients that this rank holds after a backward under no_sync(), and bytes."""
+    module = nn.Linear(64, 64)
+    model = FastDDP(module, zero=zero, wire=Wire(shared_memory=False))
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        model(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = model.sync_stats().sent_bytes
+    with model.no_sync():
+        model(torch.randn(2, 64)).sum().backward()
+    sent = model.sync_stats().sent_bytes - before
+    held = sum(p.grad.numel() for p in module.parameters() if type(p.grad) is torch.Tensor)
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    return held, sent, model.sync_stats().sent_bytes - before
+
+
+def test_stages_differ_while_gradients_accumulate():
+    numel = 64 * 64 + 64
+    for held, sent, total in run_ranks(sizes_while_accumulating, 2, 1):
+        assert (held, sent) == (numel, 0)
+        assert total == pytest.approx(4 * numel, rel=0.01), "half for gradients, half for weights"
+    for held, sent, total in run_ranks(sizes_while_accumulating, 2, 2):
+        assert held == 0 and sent == pytest.approx(2 * numel, rel=0.01)
+        assert total == pytest.approx(6 * numel, rel=0.01)
+
+
+def look_alone(rank, world, how):
+    os.environ["FASTSYNC_AGREE_TIMEOUT"] = "2"
+    model = FastDDP(nn.Linear(8, 8), zero=1)
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+    grad = model.module.weight.grad
+    texts = []
+    looks = {"clone": grad.clone, "norm": grad.norm, "print": lambda: repr(grad)}
+    if rank == 0 or how == "differ":
+        try:
+            texts.append(looks[how if how != "differ" else ("clone", "norm")[rank]]())
+        except RuntimeError as error:
+            texts.append(str(error))
+    dist.barrier()
+    return texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["clone", "norm"])
+def test_a_gradient_that_one_rank_looks_at_is_an_error(how):
+    (text,), _ = run_ranks(look_alone, 2, how)
+    assert "waited 2 s for the others to ask for" in text and "rank 1 did not come" in text
+    assert "look at them on every rank, or on none" in text
+
+
+def test_looks_that_differ_are_errors_and_printing_is_free():
+    for (text,) in run_ranks(look_alone, 2, "differ"):
+        assert "but other ranks ask for something else" in text
+    (text,), _ = run_ranks(look_alone, 2, "print")
+    assert "spread over the ranks" in text
+
+
+def fault_in_backward(rank, world):
+    """A backward that raises on every rank leaves the gradients as they were."""
+    results = []
+    for zero in (0, 1):
+        module = net()
+        model = FastDDP(module, zero=zero, find_unused_parameters=True)
+        optimizer = optim.SGD(model.parameters(), 0.05)
+        train(model, optimizer, rank, range(2))
+        output = model(batch(rank, 7)).mean()
+        hook = output.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("mine")))
+        with pytest.raises(KeyError):
+            output.backward()
+        hook.remove()
+        model(batch(rank, 8)).mean().backward()  # on top of the second step's
+        optimizer.step()
+        train(model, optimizer, rank, [9])
+        results.append([p.detach() for p in module.parameters()])
+    return results
+
+
+@pytest.mark.slow
+def test_a_backward_that_raises():
+    for wanted, found in run_ranks(fault_in_backward, 2):
+        assert close(found, wanted)
+
+
+def changed_on_the_way(rank, world, change):
+    results = []
+    for zero in (0, 1):
+        module = net()
+        model = FastDDP(module, zero=zero, find_unused_parameters=True)
+        optimizer = optim.SGD(model.parameters(), 0.05, momentum=0.5)
+        train(model, optimizer, rank, range(2))
+        model(batch(rank, 2)).mean().backward()  # accumulates on spread gradients
+        if change == "wire":
+            model.set_wire("fp16")
+        elif change == "hook":
+            model.register_comm_hook(None, fp16_compress_hook)
+        else:
+            optimizer = optim.AdamW(model.parameters(), 0.01)
+        train(model, optimizer, rank, range(3, 5))
+        results.append([p.detach() for p in module.parameters()])
+    return results
+
+
+@pytest.mark.slow(but=("wire",))
+@pytest.mark.parametrize("change", ["wire", "hook", "optimizer"])
+def test_a_change_of_wire_hook_and_optimizer(change):
+    for wanted, found in run_ranks(changed_on_the_way, 2, change):
+        assert close(found, wanted)
+
+
+def low_precision(rank, world):
+    results = []
+    for zero in (0, 2):
+        torch.manual_seed(2)
+        module = nn.Sequential(nn.Linear(9, 33), nn.Tanh(), nn.Linear(33, 5)).bfloat16()
+        module[0].bias.data = module[0].bias.data.float()
+        module[0].register_forward_pre_hook(lambda m, x: (x[0].bfloat16(),))
+        module[0].forward = lambda x, m=module[0]: x @ m.weight.t() + m.bias.bfloat16()
+        model = FastDDP(module, zero=zero)
+        optimizer = optim.AdamW(model.parameters(), 0.01)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x = torch.randn(4, 9, generator=torch.Generator().manual_seed(step * 9 + rank))
+            model(x).float().square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+        results.append([p.detach().float() for p in module.parameters()])
+    return results
+
+
+@pytest.mark.slow
+def test_models_of_mixed_dtypes():
+    for wanted, found in run_ranks(low_precision, 2):
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.allclose(a, b, rtol=0.02, atol=0.002)
+
+
+def zero_on_one_rank(rank, world):
+    model = FastDDP(nn.Linear(8, 8), zero=1)
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        if step < 2 or rank == 0:
+            optimizer.zero_grad()
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+
+
+def test_gradients_that_one_rank_alone_has_zeroed_are_an_error():
+    with pytest.raises(RankError, match=r"1 of 2 ranks had a gradient of an earlier backward"):
+        run_ranks(zero_on_one_rank, 2)
+
+
+def norms_of_what_is_scaled(rank, world):
+    """Check that the norm of a gradient that was changed in place is that of its new values."""
+    model = FastDDP(nn.Linear(8, 8), zero=1)
+    optimizer = optim.SGD(model.parameters(), 0.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    grad = model.module.weight.grad  # of ones, twice
+    norms = [grad.norm().item()]
+    changes = (
+        lambda: grad.mul_(0.5),
+        lambda: grad.data.div_(2.0),
+        lambda: torch._foreach_mul_([grad], 0.5),
+        lambda: torch._amp_foreach_non_finite_check_and_unscale_(
+            [grad], torch.zeros(1), torch.tensor(0.5)
+        ),
+        lambda: grad.clamp_(max=0.0625),
+        lambda: grad.zero_(),
+    )
+    for change in changes:
+        change()
+        norms.append(grad.norm().item())
+    return norms
+
+
+def test_norms_follow_what_is_done_in_place():
+    wanted = [16.0, 8.0, 4.0, 2.0, 1.0, 0.5, 0.0]
+    assert run_ranks(norms_of_what_is_scaled, 2) == [pytest.approx(wanted)] * 2
