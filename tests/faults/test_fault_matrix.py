@@ -1,7 +1,7 @@
 """The faults that trainings meet, and where they strike: each cell has a test, or cannot be.
 
 A fault at a place is a cell, and so is a fault with a way to synchronise, or among a number of
-ranks. Faults that end a rank are drawn in all combinations by tests/random_faults.
+ranks. Faults that end a rank are drawn in all combinations by tests/fuzz/random_faults.
 """
 
 import ast
