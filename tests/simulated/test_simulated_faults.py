@@ -54,7 +54,7 @@ def check_report(job, ending):
     report, *_ = (line for line in ending.log.splitlines() if line.startswith("fastsync: rank 1 "))
     says = {
         "kill": "was killed by SIGKILL",
-        "raise": "raised BadBatch: bad batch (simulated_fault_script.py:",
+        "raise": "raised BadBatch: bad batch (fault_script.py:",
         "sleep": "is late: it is ",
     }
     assert says[fault] in report, str(ending)
