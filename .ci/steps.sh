@@ -156,16 +156,3 @@ replaced_in_spawned_processes() {
     return 1
   fi
 }
-
-# Skipped, and said so, where no browser can be had: Playwright's own comes over the network and is not pinned by us.
-browser_page() {
-  local log=$WORK/browser.log
-  .venv/bin/python -m pip install --disable-pip-version-check -q --target "$WORK/playwright" \
-    "$(grep '^playwright==' requirements-ci.txt)" || { skip "playwright cannot be installed"; return 0; }
-  export PYTHONPATH=$WORK/playwright
-  if ! command -v chromium chromium-headless-shell chromium-browser google-chrome >/dev/null; then
-    timeout 300 .venv/bin/python -m playwright install chromium-headless-shell >"$log" 2>&1 || cat "$log"
-  fi
-  timeout 300 .venv/bin/python -m pytest tests/docs/test_*_page.py 2>&1 | tee "$log"
-  if grep -q 'no Chromium can be started' "$log"; then skip "no Chromium here"; fi
-}
