@@ -58,6 +58,7 @@ _TOGETHER = 1 << 20  # bytes of small tensors that are sent at once
 _POPULATED = 1 << 20  # bytes from which on the pages of a tensor are found ahead
 _STAGED = 1 << 25  # bytes of device memory that are copied at once
 _PLACE = "the fetching of an optimizer's state"
+_CHANGE = "the next change of an optimizer's state"
 _NOT_YET = "it has not come to its next change yet"
 _LOOKS = 1.0  # seconds between two looks at ranks that are waited for
 # The states of pieces, with the number of the space of each.
@@ -489,9 +490,9 @@ def await_others(cut: Cut, own: Shares, others: Others, number: int) -> None:
         SyncFault: a rank has ended, or is stopped.
     """
     asked = {"name": others.name_of(number), "change": own.gate.arrived, "seconds": _LOOKS}
-    look = looker(others.group, "the next change of an optimizer's state")
     end = time.monotonic() + Env.read().agree_timeout
     for share in range(cut.size):
+        look = looker(others.group, f"{_CHANGE}, which rank {share} has not reached")
         while share != cut.mine and not _has_arrived(share, others, asked):
             look()
             if time.monotonic() > end:
@@ -643,7 +644,7 @@ class _Whole:
                 joined.rest.setdefault(name, {})[piece] = part
             if isinstance(value, _Spec):
                 targets.append(part)
-            elif isinstance(value, torch.Tensor) and value.is_cpu:
+            elif _is_plain(value) and value.is_cpu:  # other ranks send these as a `_Spec`
                 self._own.append((part, value.detach()))
             elif isinstance(value, torch.Tensor):
                 part.copy_(value.detach())
