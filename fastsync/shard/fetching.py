@@ -78,7 +78,7 @@ class Gate:
     def __init__(self) -> None:
         self._turn = threading.Condition()
         self._readers, self.version, self.arrived = 0, 0, (0, 0)
-        self._written = 0
+        self._written = self._writes = 0
         self._changing = False
         self._done: Any = None  # event of the device's stream after the last change
         self.moving = threading.Lock()
@@ -105,17 +105,19 @@ class Gate:
             self.arrived = max(self.arrived, (self.version, self._written + 1))
             self._turn.notify_all()
 
-    def end_write(self) -> None:
-        """Complete it."""
-        with self._turn:
-            self._written += 1
-            self._turn.notify_all()
-
-    def await_readers(self) -> None:
-        """Return once no rank reads."""
+    def begin_write(self) -> None:
+        """Begin it, once no rank reads any more. Writes may be nested."""
         with self._turn:
             while self._readers:
                 self._turn.wait()
+            self._writes += 1
+
+    def end_write(self) -> None:
+        """Complete it."""
+        with self._turn:
+            self._writes -= 1
+            self._written += 1
+            self._turn.notify_all()
 
     def await_arrival(self, change: tuple[int, int], timeout: float) -> None:
         """Return once this rank has come to a change.
@@ -161,7 +163,8 @@ class Gate:
             RuntimeError: it does not come, or has gone.
         """
         with self._turn:
-            self._turn.wait_for(lambda: self.stands >= (version, written), timeout)
+            asked = (version, written)
+            self._turn.wait_for(lambda: self.stands >= asked and not self._writes, timeout)
             if self.version == version and self._written < written:
                 raise RuntimeError(
                     f"it has not written as many values to optimizer.state within {timeout:g} s: "
@@ -173,7 +176,7 @@ class Gate:
                     f"{self.version} times, and not {version} times. Call step() and "
                     "load_state_dict() on every rank"
                 )
-            if self.version > version or self._changing:
+            if self.stands > asked or self._changing or self._writes:
                 raise RuntimeError(
                     "it has gone on to change the state, without having to wait for this rank. "
                     "Have the other ranks wait in torch.distributed.barrier() until this one has "

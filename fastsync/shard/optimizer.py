@@ -550,7 +550,7 @@ class ShardedOptimizer:
             return
         gate.arrive_to_write()
         self._await_others()
-        gate.await_readers()
+        gate.begin_write()
         try:
             yield
         finally:
