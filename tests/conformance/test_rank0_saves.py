@@ -265,6 +265,8 @@ def resumes_by_name(rank, world, stage, options):
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     for step in range(3):
         step_once(model, optimizer, rank, step)
+    for param in module.parameters():
+        param.data = param.data.clamp(-1, 1)  # in other memory
     content = [None]
     if rank == 0:
         file = io.BytesIO()
