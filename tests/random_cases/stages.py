@@ -517,7 +517,9 @@ STEPS = {
         lambda w: outputs_are_seen(w) and free_use(w) and w.drawn.zero != 2,
     ),
     "optimizer step": Stage(optimizer_step, lambda w: w.drawn.zero and free_use(w), weight=3),
-    "saved on some ranks": Stage(saved_on_some_ranks, lambda w: w.drawn.zero and free_use(w)),
+    "saved on some ranks": Stage(
+        saved_on_some_ranks, lambda w: w.drawn.zero and free_use(w), weight=3
+    ),
     "gradient penalty": Stage(
         penalised, lambda w: outputs_are_seen(w) and not w.drawn.mixed and not w.drawn.alike
     ),
