@@ -344,7 +344,9 @@ def saved_on_some_ranks(wrapped):
 def check_saved_state(wrapped, by_name):
     """Compare what this rank saves of the optimizer with the state of the copy's."""
     names = [name for name, _ in wrapped.tree.named_parameters()]
-    if by_name and any(exact.state for exact in wrapped.exact):  # else that is collective
+    # By name it is collective before there is a state, and beside another wrapper.
+    alone = any(exact.state for exact in wrapped.exact) and not hasattr(wrapped, "old")
+    if by_name and alone:
         saved = copied(wrapped.model.optimizer_state_dict(wrapped.optimizer))["state"]
     else:
         saved = copied(wrapped.optimizer.state_dict())["state"]
