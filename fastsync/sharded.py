@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,9 +17,11 @@ from torch.optim import Optimizer
 from fastsync.ddp import FastDDP
 from fastsync.engine import checkpoint
 from fastsync.engine.watch import explained
+from fastsync.plan import compatibility
+from fastsync.plan.compatibility import Setup
 from fastsync.timeline.recorder import Recorder
 from fastsync.timeline.stats import SyncStats
-from fastsync.torch_private import BuiltinCommHookType, untraced
+from fastsync.torch_private import untraced
 from fastsync.units.choosing import choose_units, contiguous, exchange_in_optimizers
 from fastsync.units.recording import context_of, record, stats_of
 from fastsync.units.sharding import fully_shard
@@ -162,27 +164,14 @@ class ShardedDDP(FastDDP, zero=3):
         """
         return stats_of(self.module, one_rank_step)
 
-    def join_hook(self, **kwargs: object) -> NoReturn:
+    def join_hook(self, **kwargs: object) -> Any:
         """Not supported.
 
         Raises:
             ValueError: always.
         """
-        raise ValueError(
-            "zero=3 does not combine with Join: a rank that has run out of inputs gathers no "
-            "parameters, which the others wait for; use zero=0, or give all ranks as many inputs"
-        )
-
-    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Not supported.
-
-        Raises:
-            ValueError: always.
-        """
-        raise _refused("a communication hook", "gradients are reduced a unit at a time")
-
-    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        raise _refused("a communication hook", "gradients are reduced a unit at a time")
+        compatibility.check(Setup(self._policy, join=True))
+        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
 
     def set_wire(self, wire: Wire | Choice) -> None:
         """Not supported.

@@ -2,6 +2,7 @@
 // reports. See fault_watch.h.
 #include <algorithm>
 #include <cstdio>
+#include <numeric>
 #include <set>
 #include <thread>
 
@@ -274,14 +275,19 @@ std::vector<std::pair<int64_t, std::string>> FaultWatch::gone() const {
   return ranks;
 }
 
-// Returns the first rank that waits and is not late itself; this rank if all expected ranks are
-// late.
+// Returns the first expected rank that waits and is not late itself, in the order of
+// `wanted.ranks`; this rank if all of them are late.
 int64_t FaultWatch::speaker_of(const Wanted& wanted, const std::vector<Report>& late) const {
-  for (int64_t rank = 0; rank < static_cast<int64_t>(members_.size()); ++rank) {
+  std::vector<int64_t> ranks = wanted.ranks;
+  if (ranks.empty()) {
+    ranks.resize(members_.size());
+    std::iota(ranks.begin(), ranks.end(), 0);
+  }
+  for (const int64_t rank : ranks) {
     const bool is_late = std::any_of(late.begin(), late.end(), [rank](const Report& report) {
       return report.news.about == rank;
     });
-    if (wants(wanted, rank) && !is_late) return rank;
+    if (!is_late) return rank;
   }
   return rank_;
 }

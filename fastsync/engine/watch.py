@@ -400,11 +400,17 @@ def is_over(work: dist.Work) -> bool:
 def looker(group: dist.ProcessGroup, place: str) -> Callable[[], None]:
     """Return a function that raises a `SyncFault` where a rank has ended, for a waiting thread.
 
+    It also warns of a long wait, for this rank alone.
+
     Args:
-        place: what it is in, as it should read in the error.
+        place: what it is in, as it should read in the error and in the warning.
     """
-    visit = _visit(group, place, "apart")
-    return (lambda: None) if visit is None else visit.look
+    lookout = _lookouts().get(group)
+    if lookout is None:
+        return lambda: None
+    me = lookout.ranks[group.rank()]
+    ranks = sorted(lookout.ranks, key=lambda rank: rank != me)  # the first one warns
+    return lookout.watch.visit("apart", place, ranks).look
 
 
 @contextlib.contextmanager

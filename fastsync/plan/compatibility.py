@@ -209,6 +209,12 @@ ROWS = (
         "have to be voted on at its end",
     ),
     Row(
+        "zero=3",
+        "communication hook",
+        "gradients are reduced a param group at a time",
+        "use zero=0, 1 or 2",
+    ),
+    Row(
         "nonfinite",
         "join",
         "a rank without inputs makes no steps that could be skipped",

@@ -143,7 +143,7 @@ class OptimizerCheckpoint:
         if self._sharded is None:
             groups = self._groups(optimizer)
             return {"state": self._state(optimizer, None), "param_groups": groups}
-        found = self._sharded.find(optimizer)
+        found = self._sharded.find(optimizer, moved=True)
         if found is not None and not found.blank:
             groups, state = self._groups(optimizer), self._state(optimizer, found)
             whole = partial(self._whole_state, optimizer, found)

@@ -58,6 +58,7 @@ _TOGETHER = 1 << 20  # bytes of small tensors that are sent at once
 _POPULATED = 1 << 20  # bytes from which on the pages of a tensor are found ahead
 _STAGED = 1 << 25  # bytes of device memory that are copied at once
 _PLACE = "the fetching of an optimizer's state"
+_CHANGE = "the next change of an optimizer's state"
 _NOT_YET = "it has not come to its next change yet"
 _LOOKS = 1.0  # seconds between two looks at ranks that are waited for
 # The states of pieces, with the number of the space of each.
@@ -77,7 +78,7 @@ class Gate:
     def __init__(self) -> None:
         self._turn = threading.Condition()
         self._readers, self.version, self.arrived = 0, 0, (0, 0)
-        self._written = 0
+        self._written = self._writes = 0
         self._changing = False
         self._done: Any = None  # event of the device's stream after the last change
         self.moving = threading.Lock()
@@ -104,17 +105,19 @@ class Gate:
             self.arrived = max(self.arrived, (self.version, self._written + 1))
             self._turn.notify_all()
 
-    def end_write(self) -> None:
-        """Complete it."""
-        with self._turn:
-            self._written += 1
-            self._turn.notify_all()
-
-    def await_readers(self) -> None:
-        """Return once no rank reads."""
+    def begin_write(self) -> None:
+        """Begin it, once no rank reads any more. Writes may be nested."""
         with self._turn:
             while self._readers:
                 self._turn.wait()
+            self._writes += 1
+
+    def end_write(self) -> None:
+        """Complete it."""
+        with self._turn:
+            self._writes -= 1
+            self._written += 1
+            self._turn.notify_all()
 
     def await_arrival(self, change: tuple[int, int], timeout: float) -> None:
         """Return once this rank has come to a change.
@@ -160,7 +163,8 @@ class Gate:
             RuntimeError: it does not come, or has gone.
         """
         with self._turn:
-            self._turn.wait_for(lambda: self.stands >= (version, written), timeout)
+            asked = (version, written)
+            self._turn.wait_for(lambda: self.stands >= asked and not self._writes, timeout)
             if self.version == version and self._written < written:
                 raise RuntimeError(
                     f"it has not written as many values to optimizer.state within {timeout:g} s: "
@@ -172,7 +176,7 @@ class Gate:
                     f"{self.version} times, and not {version} times. Call step() and "
                     "load_state_dict() on every rank"
                 )
-            if self.version > version or self._changing:
+            if self.stands > asked or self._changing or self._writes:
                 raise RuntimeError(
                     "it has gone on to change the state, without having to wait for this rank. "
                     "Have the other ranks wait in torch.distributed.barrier() until this one has "
@@ -489,9 +493,9 @@ def await_others(cut: Cut, own: Shares, others: Others, number: int) -> None:
         SyncFault: a rank has ended, or is stopped.
     """
     asked = {"name": others.name_of(number), "change": own.gate.arrived, "seconds": _LOOKS}
-    look = looker(others.group, "the next change of an optimizer's state")
     end = time.monotonic() + Env.read().agree_timeout
     for share in range(cut.size):
+        look = looker(others.group, f"{_CHANGE}, which rank {share} has not reached")
         while share != cut.mine and not _has_arrived(share, others, asked):
             look()
             if time.monotonic() > end:
@@ -643,7 +647,7 @@ class _Whole:
                 joined.rest.setdefault(name, {})[piece] = part
             if isinstance(value, _Spec):
                 targets.append(part)
-            elif isinstance(value, torch.Tensor) and value.is_cpu:
+            elif _is_plain(value) and value.is_cpu:  # other ranks send these as a `_Spec`
                 self._own.append((part, value.detach()))
             elif isinstance(value, torch.Tensor):
                 part.copy_(value.detach())

@@ -188,13 +188,19 @@ class ShardedOptimizers(StepWatcher):
             self._share_gradients(sharded.spaces)
         return sharded
 
-    def find(self, optimizer: Optimizer) -> ShardedOptimizer | None:
+    def find(self, optimizer: Optimizer, moved: bool = False) -> ShardedOptimizer | None:
         """Return what spreads the state of an optimizer.
 
         None before its first step, and where it steps on other parameters by now.
+
+        Args:
+            moved: the parameters may lie elsewhere by now, as after `p.data = t`.
         """
         sharded = self._sharded.get(optimizer)
-        return sharded if sharded is not None and sharded.fits(optimizer) else None
+        if sharded is None:
+            return None
+        same = sharded.knows(optimizer) if moved else sharded.fits(optimizer)
+        return sharded if same else None
 
     def forget(self) -> None:
         """Release all optimizers. The state that this rank has for its pieces is lost."""
@@ -394,15 +400,18 @@ class ShardedOptimizer:
         return self._owner.sharing(space.dtype, shares, now.whole, now.gradients)
 
     def fits(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer still steps on the parameters that it
-        was taken over with.
+        """Return whether the optimizer steps on the parameters that it was taken over with, and
+        they lie where they did.
         """
+        return self.knows(optimizer) and all(space.is_intact() for space in self.spaces)
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Return whether it steps on these parameters, wherever they lie now."""
         groups = [group["params"] for group in optimizer.param_groups]
-        same = len(groups) == len(self._full) and all(
+        return len(groups) == len(self._full) and all(
             len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
             for now, then in zip(groups, self._full, strict=True)
         )
-        return same and all(space.is_intact() for space in self.spaces)
 
     def arguments(self, optimizer: Optimizer, args: Arguments) -> Arguments:
         """Return the arguments for `step`: a stand-in, whose groups hold the pieces.
@@ -550,7 +559,7 @@ class ShardedOptimizer:
             return
         gate.arrive_to_write()
         self._await_others()
-        gate.await_readers()
+        gate.begin_write()
         try:
             yield
         finally:

@@ -369,14 +369,14 @@ class _ParamState(MutableMapping[str, Any]):
         return StateSlice(self._slices, self._param, name, parts, (value, shape))
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, StateSlice) and not value.is_of(self._slices, self._param):
+            value = value.collect()  # for which no rank may wait for readers
         with self._slices.writing():
             self._set(name, value)
 
     def _set(self, name: str, value: Any) -> None:
         pieces = self._slices.pieces[self._param]
         if not pieces:
-            if isinstance(value, StateSlice) and value.part_of(self._param, None) is None:
-                value = value.collect()
             whole = self._space.sharing.whole
             known = self._slices.elsewhere(self._view.held, self._param)
             known.update(described(self._param, {name: value}, whole) or {})
@@ -388,10 +388,7 @@ class _ParamState(MutableMapping[str, Any]):
     def _cut(self, piece: Piece, tensor: torch.Tensor, name: str, value: Any) -> Any:
         """Return the part of a value that this rank's piece keeps."""
         if isinstance(value, StateSlice):
-            part = value.part_of(self._param, piece)
-            if part is not None:
-                return part
-            value = value.collect()
+            return value.part_of(piece)
         if not isinstance(value, torch.Tensor):
             return value
         fits = value.shape == self._param.shape or value.numel() == 1
@@ -527,13 +524,13 @@ class StateSlice(WrapperTensor):
                 return part
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
-    def part_of(self, param: torch.Tensor, piece: Piece | None) -> torch.Tensor | None:
-        """Return what this rank has of a piece of a parameter; None: these are other elements."""
-        if param is not self._param:
-            return None
-        if piece is None:
-            return self.to_local()
-        return next((part for mine, part in self._parts if mine == piece), None)
+    def is_of(self, slices: Slices, param: torch.Tensor) -> bool:
+        """Return whether it is a value in the state of `param` as that is cut now."""
+        return slices is self._slices and param is self._param
+
+    def part_of(self, piece: Piece) -> torch.Tensor:
+        """Return what this rank has of a piece of the parameter."""
+        return next(part for mine, part in self._parts if mine == piece)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return (

@@ -161,6 +161,35 @@ def two_ways(rank, world, stage):
     return [saves_two(STAGES[each], rank) for each in ("zero0", stage)]
 
 
+class Tables(nn.Module):
+    """Embeddings with sparse gradients: the momentum of each is sparse, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(9, 3, sparse=True) for _ in range(4))
+
+    def forward(self, x):
+        return sum(i * table(x) for i, table in enumerate(self.tables, 1))
+
+
+def saves_sparse(wrap, rank):
+    model = wrap(net(Tables))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.5)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model(torch.tensor([rank, step, 7]))).backward()
+        optimizer.step()
+    saved = optimizer.state_dict()["state"] if rank == 0 else {}
+    dist.barrier()
+    momentum = {str(i): values["momentum_buffer"].to_dense() for i, values in saved.items()}
+    return {**full(model), **momentum}
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
+def test_rank_0_saves_sparse_momentum(stage):
+    check(saves_sparse, stage, world=3)
+
+
 def resumes(wrap, rank):
     """Resume from a file that rank 0 has written alone."""
     model = wrap(net())
@@ -236,6 +265,8 @@ def resumes_by_name(rank, world, stage, options):
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     for step in range(3):
         step_once(model, optimizer, rank, step)
+    for param in module.parameters():
+        param.data = param.data.clamp(-1, 1)  # in other memory
     content = [None]
     if rank == 0:
         file = io.BytesIO()
@@ -322,8 +353,18 @@ def test_the_bytes_are_those_of_an_all_gather(make, form):
     assert alone == gathered
 
 
-def goes_on(rank, world):
-    """Rank 1 makes a step for which it needs no gradients of rank 0."""
+def makes_a_step(optimizer):
+    """Make a step for which a rank needs no gradients of the others."""
+    optimizer.step()
+
+
+def resets_the_state(optimizer):
+    for values in optimizer.state.values():
+        values["momentum_buffer"].zero_()
+
+
+def goes_on(rank, world, change):
+    """Rank 1 changes the state before rank 0 asks for it."""
     model = STAGES["zero1"](net())
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     step_once(model, optimizer, rank, 0)
@@ -333,12 +374,13 @@ def goes_on(rank, world):
         with pytest.raises(RuntimeError) as error:
             optimizer.state_dict()
         text = str(error.value)
-    optimizer.step()
+    change(optimizer)
     return text, len(optimizer.state_dict()["state"])
 
 
-def test_a_rank_that_has_gone_on_is_named():
-    (text, count), _ = run_ranks(goes_on, 2)
+@pytest.mark.parametrize("change", [makes_a_step, resets_the_state])
+def test_a_rank_that_has_gone_on_is_named(change):
+    (text, count), _ = run_ranks(goes_on, 2, change)
     assert "rank 0 asks rank 1 for its share of an optimizer's state, but it has gone on" in text
     assert "torch.distributed.barrier()" in text and count == 6
 
@@ -362,6 +404,30 @@ def loads_alone(rank, world):
 def test_a_rank_that_loads_alone_is_named():
     text, _ = run_ranks(loads_alone, 2)
     assert "rank 1 for its share" in text and "Call step() and load_state_dict() on" in text
+
+
+def is_late_for_a_change(rank, world, late, folder):
+    """Return what this rank prints while one rank is late for the change that follows a save."""
+    os.environ["FASTSYNC_STALL_WARN"] = "0.3"
+    model = STAGES["zero1"](net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    step_once(model, optimizer, rank, 0)
+    printed = Path(folder, str(rank))
+    with printed.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    optimizer.state_dict()
+    if rank == late:
+        time.sleep(3.0)
+    optimizer.step()
+    dist.barrier()
+    return printed.read_text()
+
+
+@pytest.mark.parametrize(("late", "world"), [(0, 2), (1, 2), (1, 3)])
+def test_the_rank_that_a_change_waits_for_is_named(late, world, tmp_path):
+    for rank, text in enumerate(run_ranks(is_late_for_a_change, world, late, str(tmp_path))):
+        said = re.findall(r"fastsync: rank (\d) has waited .* which rank (\d) has not rea", text)
+        assert said == ([] if rank == late else [(str(rank), str(late))]), text
 
 
 def dies_while_serving(rank, world, folder):

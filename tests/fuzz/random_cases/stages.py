@@ -13,6 +13,7 @@ import torch
 
 from tests.fuzz.random_cases import rule
 from tests.fuzz.random_cases.wires import draw_wire
+from tests.fuzz.random_cases.wrapped import same
 
 __all__ = ["BEFORE", "STEPS", "applicable"]
 
@@ -322,6 +323,39 @@ def optimizer_step(wrapped):
         wrapped.step(draw_before(wrapped.rng), draw_after(wrapped.rng))
 
 
+def saved_on_some_ranks(wrapped):
+    """Save on some ranks alone, mostly on rank 0, in the middle of accumulation, too.
+
+    The others wait in a barrier, or in the backward, which needs the gradients of those that save.
+    """
+    forward = wrapped.forward()
+    savers = wrapped.rng.choice(([0], [0], [wrapped.seat.world - 1], range(wrapped.seat.world)))
+    by_name, waits = wrapped.rng.random() < 0.4, wrapped.rng.random() < 0.3
+    if wrapped.seat.rank in savers:
+        check_saved_state(wrapped, by_name)
+    if waits or not wrapped.trainable:
+        rule.gathered(wrapped, torch.zeros(1))
+    wrapped.backward(forward.losses())
+    rule.check(wrapped)
+    if rule.gradients_are_alike(wrapped):
+        wrapped.step()
+
+
+def check_saved_state(wrapped, by_name):
+    """Compare what this rank saves of the optimizer with the state of the copy's."""
+    names = [name for name, _ in wrapped.tree.named_parameters()]
+    # By name it is collective before there is a state, and beside another wrapper.
+    alone = any(exact.state for exact in wrapped.exact) and not hasattr(wrapped, "old")
+    if by_name and alone:
+        saved = copied(wrapped.model.optimizer_state_dict(wrapped.optimizer))["state"]
+    else:
+        saved = copied(wrapped.optimizer.state_dict())["state"]
+    for index, name in enumerate(names):
+        state = saved.get(name, {}) or saved.get(index, {})
+        found, right = (s.get("momentum_buffer") for s in (state, wrapped.exact[index].state))
+        assert same(found, right), f"of parameter {index} is saved {found}, not {right}"
+
+
 def draw_before(rng):
     """Draw what a hook does before a step: the same with the model and with its copy."""
     way, seed = rng.choice(("nothing", "scale", "replace", "drop", "write")), rng.random()
@@ -485,6 +519,9 @@ STEPS = {
         lambda w: outputs_are_seen(w) and free_use(w) and w.drawn.zero != 2,
     ),
     "optimizer step": Stage(optimizer_step, lambda w: w.drawn.zero and free_use(w), weight=3),
+    "saved on some ranks": Stage(
+        saved_on_some_ranks, lambda w: w.drawn.zero and free_use(w), weight=3
+    ),
     "gradient penalty": Stage(
         penalised, lambda w: outputs_are_seen(w) and not w.drawn.mixed and not w.drawn.alike
     ),
