@@ -26,7 +26,7 @@ __all__ = [
 _MIB = 1 << 20
 _FIRST_BUCKET_BYTES = _MIB
 _DEFAULT_CAP_MB = 25
-_MEMORY_CAP_MB = 8
+_MEMORY_CAP_BYTES = 5 * _MIB // 2
 # A bucket should spend about this long on the wire, and the last one, which nothing hides, less.
 # But a collective has costs of its own.
 _BUCKET = Span(seconds=0.005, latencies=10)
@@ -97,7 +97,7 @@ class BucketPolicy:
         """
         if not self.adaptive:
             return self
-        most = _MEMORY_CAP_MB * _MIB // (2 if masters else 1)
+        most = _MEMORY_CAP_BYTES // (2 if masters else 1)
         return replace(self, caps=tuple(min(cap, most) for cap in self.caps))
 
     def limit(self, closed: int, left: int) -> int:
