@@ -39,7 +39,7 @@ $(STAMP): requirements-dev.txt | check-python check-compiler
 	@touch $@
 
 extension: $(STAMP)
-	@$(IN_CHECKOUT) -c 'from fastsync.build import extension; extension.load()'
+	@$(IN_CHECKOUT) -c 'from fastsync._build import extension; extension.load()'
 
 check-python:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -96,7 +96,7 @@ gpu-prebuilt: ## compile for a GPU machine, here (PYTHON=python3.12 GPU_TORCH=2.
 	$(PYTHON) -m venv .venv-gpu
 	.venv-gpu/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) \
 	  "torch===$(GPU_TORCH)" $$(grep -oE '^(ninja|pybind11|setuptools)==[^;]*' requirements-dev.txt) numpy
-	PATH="$(abspath .venv-gpu/bin):$$PATH" .venv-gpu/bin/python fastsync/build/recipe.py --beside \
+	PATH="$(abspath .venv-gpu/bin):$$PATH" .venv-gpu/bin/python fastsync/_build/recipe.py --beside \
 	  --out out/prebuilt --archs "$(ARCHS)" --cuda 1
 	@echo "carry fastsync/_C.so and fastsync/_prebuilt.json; where they do not fit, the first import compiles"
 

@@ -17,8 +17,8 @@ HERE = Path(__file__).resolve().parent
 
 
 def load_build():
-    """fastsync/build/recipe.py, by its path: the package itself must not be imported here."""
-    spec = importlib.util.spec_from_file_location("recipe", HERE / "fastsync/build/recipe.py")
+    """fastsync/_build/recipe.py, by its path: the package itself must not be imported here."""
+    spec = importlib.util.spec_from_file_location("recipe", HERE / "fastsync/_build/recipe.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["recipe"] = module
     spec.loader.exec_module(module)

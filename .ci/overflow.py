@@ -9,7 +9,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from fastsync.build import extension
+from fastsync._build import extension
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import fastsync
 from examples.common.ranks import Group, launch
-from fastsync.build import extension
+from fastsync._build import extension
 
 STEPS = 10
 # Wires that a backend sums, with DDP's way to the same bits.

@@ -35,13 +35,13 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
-from bench.measure.netns import Link, LinkName, Seat, missing_rights, network, parse_links
+from bench.measure.netns import Link, LinkName, RankIdentity, missing_rights, network, parse_links
 from docs.tables import write_table
 from examples.common.text import Row
-from fastsync.engine import handover
-from fastsync.front import returning
+from fastsync._torch import TCPStore
+from fastsync.ddp import rejoin
+from fastsync.reducer import state_transfer
 from fastsync.testing import run_ranks
-from fastsync.torch_private import TCPStore
 
 # Name, width, layers, rows of a batch.
 MODELS = {"wide": (1024, 8, 64), "deep": (128, 40, 64)}
@@ -141,7 +141,7 @@ def seconds_of_death(world: int, memory: bool) -> float:
     return max(found)
 
 
-def enter(seat: Seat | None) -> None:
+def enter(seat: RankIdentity | None) -> None:
     """Has this process, which has one thread so far, live where a seat is."""
     if seat is not None:
         with open(f"/proc/{seat.holder}/ns/net", "rb") as namespace:
@@ -150,7 +150,7 @@ def enter(seat: Seat | None) -> None:
             raise OSError(ctypes.get_errno(), "setns")
 
 
-def serve(port: Connection, seat: Seat | None) -> None:
+def serve(port: Connection, seat: RankIdentity | None) -> None:
     """A store that outlives every rank."""
     enter(seat)
     store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
@@ -194,7 +194,7 @@ class Return:
     world: int
     link: LinkName
     port: int
-    seats: Sequence[Seat | None]
+    seats: Sequence[RankIdentity | None]
 
     def begin(self, rank: int, attempt: int) -> None:
         """Has this process be that rank, for the first time or again: then in a group of its own,
@@ -237,7 +237,7 @@ def come_back(training: Return, rank: int, attempt: int) -> None:
     if not attempt:
         Link.here(training.world).shape(training.link.rate)  # wrapping has broadcast the weights
     transfer: list[float] = []
-    vars(returning)["receive"] = timed(handover.receive, transfer)
+    vars(rejoin)["receive"] = timed(state_transfer.receive, transfer)
     steps: list[float] = []
     began = time.perf_counter()
     done = model.catch_up(optimizer)

@@ -32,13 +32,13 @@ from examples.common.ranks import Group
 from examples.common.training import OPTIMIZERS, Lane, Workload, make_batches, make_lane
 from examples.common.variants import Variant, fast_ddp
 from fastsync import fully_shard
-from fastsync.plan.policy import BucketPolicy
+from fastsync.config.policy import BucketPolicy
+from fastsync.fsdp.group_choice import choose_units
 from fastsync.planner.memory import Memory, peak_of, phases_of
 from fastsync.planner.record import Record
 from fastsync.planner.strategy import Strategy, engine_plan, named
 from fastsync.planner.trace import find_blocks, trace_model, trace_optimizer
 from fastsync.testing import run_ranks
-from fastsync.units.choosing import choose_units
 
 RANKS, CAP_MB = 2, 25.0
 MODELS, STAGES = ("wide", "transformer", "gpt2", "conv"), (0, 1, 2, 3)

@@ -1,4 +1,4 @@
-"""The C++ extension, as csrc/bindings.cpp makes it. fastsync.engine.core is its one caller here.
+"""The C++ extension, as csrc/bindings/module.cpp makes it. Only fastsync.reducer.core calls it.
 
 tests/build/test_extension_stub.py compares this file with the compiled module.
 """
@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch._C._distributed_c10d import Backend, Work
 
-from fastsync.engine.reports import Counters, StepReport, UnitCounters
+from fastsync.reducer.reports import Counters, StepReport, UnitCounters
 
 with_cuda: bool
 

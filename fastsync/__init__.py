@@ -8,29 +8,29 @@
 import importlib
 from types import ModuleType
 
-from fastsync.build.recipe import BuildError
-from fastsync.build.recipe import source_dir as include_dir
-from fastsync.ddp import FastDDP
-from fastsync.engine.pace import SlowRanks
-from fastsync.front.elastic import Membership
-from fastsync.front.nonfinite import NonFiniteGradientError
-from fastsync.front.replicas import ReplicaError
-from fastsync.front.seat import meet_alone_where_started_later
-from fastsync.plan.arguments import Faults, Zero
-from fastsync.plan.elastic import ElasticPolicy
-from fastsync.plan.preemption import PreemptionPolicy
-from fastsync.plan.replicas import ReplicaPolicy
-from fastsync.ranks.consensus import RankMismatchError
-from fastsync.ranks.faults import SyncFault
-from fastsync.ranks.leaving import guard_exit
-from fastsync.ranks.preemption import outlive_preemption
+from fastsync._build.recipe import BuildError
+from fastsync._build.recipe import source_dir as include_dir
+from fastsync.config.arguments import Faults, Zero
+from fastsync.config.elastic_policy import ElasticPolicy
+from fastsync.config.preemption_policy import PreemptionPolicy
+from fastsync.config.replica_policy import ReplicaPolicy
+from fastsync.ddp.elastic_training import Membership
+from fastsync.ddp.fast_ddp import FastDDP
+from fastsync.ddp.nonfinite import NonFiniteGradientError
+from fastsync.ddp.rank_identity import meet_alone_where_started_later
+from fastsync.ddp.replica_check import ReplicaError
+from fastsync.ddp.sharded import ShardedDDP as ShardedDDP
+from fastsync.faults.consensus import RankMismatchError
+from fastsync.faults.exit_hooks import guard_exit
+from fastsync.faults.preemption_vote import outlive_preemption
+from fastsync.faults.sync_fault import SyncFault
+from fastsync.fsdp.fsdp_module import FSDPModule, register_fsdp_forward_method
+from fastsync.fsdp.fully_shard import fully_shard
+from fastsync.reducer.step_timing import SlowRanks
 from fastsync.replacing import replace_where_asked
-from fastsync.sharded import ShardedDDP as ShardedDDP
-from fastsync.timeline.policy import TimelinePolicy
+from fastsync.timeline.group_rows import UnitTiming
 from fastsync.timeline.stats import BucketTiming, SyncStats, log_to_tensorboard
-from fastsync.timeline.units import UnitTiming
-from fastsync.units.module import FSDPModule, register_fsdp_forward_method
-from fastsync.units.sharding import fully_shard
+from fastsync.timeline.timeline_policy import TimelinePolicy
 from fastsync.wire.formats import Codec, TopK, Wire, register_codec
 from fastsync.wire.plugins import load_codec
 

@@ -33,11 +33,11 @@ from datetime import timedelta
 from functools import partial
 from types import FrameType
 
-from fastsync.build.env import NCCL_LETS_LIVE, inherited, path_with_startup
-from fastsync.front.seat import ELASTIC_STORE
-from fastsync.ranks.launchers import Launchers, Machine
-from fastsync.ranks.stores import limit_silence
-from fastsync.torch_private import PrefixStore, Store, TCPStore, connect_store
+from fastsync._build.env import NCCL_LETS_LIVE, inherited, path_with_startup
+from fastsync._torch import PrefixStore, Store, TCPStore, connect_store
+from fastsync.ddp.rank_identity import ELASTIC_STORE
+from fastsync.faults.launchers import Launchers, Machine
+from fastsync.faults.stores import limit_silence
 
 __all__ = ["main"]
 
@@ -144,7 +144,7 @@ class _Ranks:
         Args:
             place: host and port of the store of the default group.
             later: the number of a process that is started after the others; 0: of none such. Its
-                default group has one rank (see fastsync/front/seat.py), whatever RANK says.
+                default group has one rank (see fastsync/ddp/rank_identity.py), whatever RANK says.
         """
         world = max(self.world, rank + 1)  # a rank that joins has the next number
         numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": self._local[rank]}

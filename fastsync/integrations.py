@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import nn
 
-from fastsync.ddp import FastDDP
+from fastsync.ddp.fast_ddp import FastDDP
+from fastsync.ddp.saving import whole_state
 from fastsync.replacing import configured
-from fastsync.saving import whole_state
 
 __all__ = ["in_place_of_ddp", "whole_state"]
 

@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastsync.build.env import launched_by_mpi, set_missing
-from fastsync.build.extension import load
-from fastsync.ranks.farewell import in_words
-from fastsync.torch_private import MPI as NAME
-from fastsync.torch_private import TCPStore
+from fastsync._build.env import launched_by_mpi, set_missing
+from fastsync._build.extension import load
+from fastsync._torch import MPI as NAME
+from fastsync._torch import TCPStore
+from fastsync.faults.exit_reasons import in_words
 
 try:
     from mpi4py import MPI

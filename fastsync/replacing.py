@@ -9,10 +9,10 @@ from typing import Any, cast
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastsync.build.env import Env, ask_to_replace
-from fastsync.ddp import FastDDP
-from fastsync.plan.arguments import grouped
-from fastsync.torch_private import caller
+from fastsync._build.env import Env, ask_to_replace
+from fastsync._torch import caller
+from fastsync.config.arguments import grouped
+from fastsync.ddp.fast_ddp import FastDDP
 
 __all__ = ["configured", "is_replaced", "replace_ddp", "replace_where_asked"]
 

@@ -20,14 +20,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastsync.build.env import (
+from fastsync._build.env import (
     DDP_OPTIONS,
     ask_to_replace,
     ddp_options,
     has_rank,
     launched_by_mpi,
 )
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from fastsync.replacing import is_replaced, replace_ddp
 
 __all__ = ["main"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from bench.measure import benchmark as b
 from examples.common.ranks import CheckFailed, Group
 from examples.common.text import Progress
-from fastsync.build import extension
+from fastsync._build import extension
 
 WORLDS = (2, 8, 64)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

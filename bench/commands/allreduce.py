@@ -18,9 +18,9 @@ import torch.distributed as dist
 from bench.measure import benchmark as b
 from examples.common.ranks import Group, UsageError, argument
 from examples.common.rounds import slowest
-from fastsync.engine import core
-from fastsync.engine.memory import share_memory
-from fastsync.torch_private import default_group
+from fastsync._torch import default_group
+from fastsync.reducer import core
+from fastsync.reducer.shared_memory import share_memory
 
 HEADERS = ("MB", "Gloo, GB/s", "in memory, GB/s", "memory / Gloo", "of copying")
 

@@ -30,8 +30,8 @@ from examples.common.ranks import Group, argument
 from examples.common.rounds import host_seconds, in_turn, less, slowest
 from examples.common.text import Progress
 from examples.common.variants import FLOOR, OURS, VARIANTS, available
-from fastsync.plan.buckets import ParamSpec, make_plan
-from fastsync.plan.policy import BucketPolicy, SyncPolicy
+from fastsync.config.policy import BucketPolicy, SyncPolicy
+from fastsync.reducer.buckets import ParamSpec, make_plan
 
 KIND = "scale"
 NUMEL = 16

@@ -166,7 +166,7 @@ def stages(context: Context) -> dict[str, Stage]:
 
 def _build() -> Stage:
     load = (
-        "from fastsync.build import extension; c = extension.load(); "
+        "from fastsync._build import extension; c = extension.load(); "
         "print('CUDA kernels:', c.with_cuda)"
     )
     commands = (sys.executable, "-c", f"{load}; assert c.with_cuda"), (sys.executable, "-c", load)

@@ -13,8 +13,8 @@ from torch import Tensor
 from bench.measure.transfers import SCALE, SEED, Scattered, Task, Way, shapes_of
 from examples.common.training import Workload
 from examples.common.variants import OURS
-from fastsync.build import extension
-from fastsync.plan.layout import slot_layout
+from fastsync._build import extension
+from fastsync.reducer.bucket_layout import slot_layout
 from fastsync.wire.formats import FORMATS, Format, TopK
 
 ENCODE, REDUCE, DECODE, SELECT = "encode", "reduce", "decode", "select"

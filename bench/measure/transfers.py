@@ -13,8 +13,8 @@ from torch import Tensor
 from examples.common.ranks import CheckFailed
 from examples.common.training import Workload
 from examples.common.variants import OURS
-from fastsync.build import extension
-from fastsync.plan.layout import flat_layout
+from fastsync._build import extension
+from fastsync.reducer.bucket_layout import flat_layout
 
 Way = Callable[[], object]
 

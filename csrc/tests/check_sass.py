@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks the machine code of the CUDA kernels; needs nvcc and cuobjdump, but no GPU.
 
-Compiles the CUDA sources with the flags and for the architectures of fastsync/build/recipe.py,
+Compiles the CUDA sources with the flags and for the architectures of fastsync/_build/recipe.py,
 which make errors of spills, local memory and every warning, then asserts of each kernel in the
 SASS:
 
@@ -43,8 +43,8 @@ ACCESS_BYTES = 16
 
 
 def load_build() -> ModuleType:
-    """fastsync/build/recipe.py, by its path: the package itself needs torch."""
-    path = ROOT / "fastsync" / "build" / "recipe.py"
+    """fastsync/_build/recipe.py, by its path: the package itself needs torch."""
+    path = ROOT / "fastsync" / "_build" / "recipe.py"
     spec = importlib.util.spec_from_file_location("_build", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

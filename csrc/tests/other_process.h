@@ -7,8 +7,8 @@
 #include <csignal>
 #include <cstddef>
 
-#include "../comm/shm_segment.h"
 #include "harness.h"
+#include "shm/segment.h"
 
 namespace fastsync::testing {
 

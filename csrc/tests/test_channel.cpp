@@ -14,10 +14,10 @@
 #include <thread>
 #include <vector>
 
-#include "../comm/shm_channel.h"
 #include "../kernels/sum.h"
 #include "harness.h"
 #include "other_process.h"
+#include "shm/channel.h"
 
 namespace fastsync::comm {
 namespace {

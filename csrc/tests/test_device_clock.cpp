@@ -5,7 +5,7 @@
 #include <memory>
 #include <optional>
 
-#include "../engine/device_clock.h"
+#include "fault/device_clock.h"
 #include "harness.h"
 
 namespace fastsync::testing {

@@ -7,7 +7,7 @@
 #include <string>
 #include <thread>
 
-#include "../engine/device_monitor.h"
+#include "fault/device_monitor.h"
 #include "harness.h"
 
 namespace fastsync::engine {

@@ -10,9 +10,9 @@
 #include <thread>
 #include <vector>
 
-#include "../comm/shm_mail.h"
 #include "harness.h"
 #include "other_process.h"
+#include "shm/mailbox.h"
 
 namespace fastsync::comm {
 namespace {

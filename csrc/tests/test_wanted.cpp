@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "../engine/wanted.h"
+#include "fault/expected_collective.h"
 #include "harness.h"
 
 namespace fastsync::engine {

@@ -14,8 +14,8 @@
 
 #include <memory>
 
-#include "../comm/chain.h"
 #include "coding.h"
+#include "comm/pipeline.h"
 #include "transport.h"
 
 namespace fastsync::engine {

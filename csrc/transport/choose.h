@@ -5,9 +5,9 @@
 #include <optional>
 #include <vector>
 
-#include "../comm/chain.h"
 #include "../comm/hook.h"
 #include "coded_spec.h"
+#include "comm/pipeline.h"
 #include "flat.h"
 #include "scattered.h"
 

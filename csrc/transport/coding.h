@@ -9,8 +9,8 @@
 #include <memory>
 #include <vector>
 
-#include "../comm/chain.h"
 #include "../ops/items.h"
+#include "comm/pipeline.h"
 
 namespace fastsync::engine {
 

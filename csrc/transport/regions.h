@@ -21,11 +21,11 @@
 #include <memory>
 #include <vector>
 
-#include "../comm/chain.h"
 #include "../comm/collective.h"
 #include "../ops/items.h"
 #include "../ops/pool.h"
 #include "coded_spec.h"
+#include "comm/pipeline.h"
 #include "transport.h"
 
 namespace fastsync::engine {

@@ -1,7 +1,7 @@
 // Transport of buckets whose averages only their owners keep (ZeRO, stages 1 and 2).
 //
 // [Note: regions]
-// A unit is a set of parameters, laid out as fastsync/shard/layout.py says: one region per rank.
+// A unit is a set of parameters, laid out as fastsync/zero/partition.py says: one region per rank.
 // Rank r receives all ranks' parts of region r and keeps the averages in its shard. A bucket
 // carries members of one unit that are trained; how their parts reach their owners is in regions.h.
 // The flags that travel with them are those of flat.h, and one more per slot that says whether the
@@ -9,7 +9,7 @@
 //
 // [Note: faces]
 // After a backward a rank has no unsharded gradient that a script could read, so `param.grad`
-// becomes a face: a proxy tensor without memory, whose operations fastsync/shard/gradients.py
+// becomes a face: a proxy tensor without memory, whose operations fastsync/zero/gradient_proxies.py
 // implements. At the start of a backward faces are taken off, so that autograd accumulates into
 // tensors of its own; the averages behind the faces count as accumulated before. A face that is
 // still referenced keeps its values, as a gradient would: release() copies them before they are

@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "../check.h"
-#include "../comm/chain.h"
 #include "../ops/buffers.h"
 #include "../ops/ops.h"
+#include "comm/pipeline.h"
 
 namespace fastsync::engine {
 namespace {

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from fastsync.build.env import launched_by_mpi
+from fastsync._build.env import launched_by_mpi
 
 FAILED, USAGE, NO_RIGHTS, INTERRUPTED = 1, 2, 3, 130  # exit codes
 OVER_SOCKETS = "BENCH_OVER_SOCKETS"  # tells a rank that it may share a GPU

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples.common.ranks import UsageError
 from fastsync import FastDDP, Wire
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from fastsync.wire.formats import wire_formats
 
 BASELINE, FLOOR, OURS = "ddp", "no_sync", "fastsync"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fastsync.doctor.facts import Facts, is_loopback
 from fastsync.doctor.finding import Finding, fail, ok, warn
-from fastsync.ranks.words import name_ranks
+from fastsync.faults.wording import name_ranks
 
 __all__ = ["CHECKS", "Ranks", "check_facts", "check_shared", "machines_of"]
 
@@ -250,7 +250,7 @@ def check_shared(refusal: str) -> list[Finding]:
     """Check whether CPU gradients travel in memory where they could.
 
     Args:
-        refusal: why not, as `fastsync.engine.memory.offer_memory` says it; empty if they do.
+        refusal: why not, as `offer_memory` of fastsync/reducer/shared_memory.py says it; or empty.
     """
     if not refusal:
         return [ok("shared memory", "CPU gradients travel through memory that the ranks share")]

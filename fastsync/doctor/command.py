@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from fastsync.build.env import Env, has_rank
+from fastsync._build.env import Env, has_rank
 from fastsync.doctor.drill import FAULTS
 from fastsync.doctor.examine import Asked, Team, examine, examine_alone
 from fastsync.doctor.report import Report, report_json, report_text

@@ -17,10 +17,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from fastsync.build.env import inherited
+from fastsync._build.env import inherited
 from fastsync.doctor.drill_rank import EXIT_CODE, Order
 from fastsync.doctor.finding import Finding, fail, ok, warn
-from fastsync.ranks.words import name_ranks
+from fastsync.faults.wording import name_ranks
 
 __all__ = [
     "DRILL_TIMEOUT",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
-from fastsync.torch_private import PrefixStore, TCPStore
+from fastsync._torch import PrefixStore, TCPStore
 
 __all__ = ["EXIT_CODE", "Order"]
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from fastsync._torch import PrefixStore, Store, TCPStore, default_group
 from fastsync.doctor import rates
 from fastsync.doctor.checks import check_facts, check_shared, machines_of
 from fastsync.doctor.drill import DRILL_TIMEOUT, collect, judge, run_drill
@@ -22,12 +23,11 @@ from fastsync.doctor.drill_rank import Order
 from fastsync.doctor.facts import Facts, facts_of_this_rank
 from fastsync.doctor.finding import Finding, Level, fail, ok, warn, worst
 from fastsync.doctor.report import Report
-from fastsync.engine.memory import offer_memory
-from fastsync.engine.watch import explained, open_watch
-from fastsync.ranks.clocks import Mailbox, align_clocks
-from fastsync.ranks.stores import served_at
-from fastsync.ranks.words import name_ranks
-from fastsync.torch_private import PrefixStore, Store, TCPStore, default_group
+from fastsync.faults.clocks import Mailbox, align_clocks
+from fastsync.faults.stores import served_at
+from fastsync.faults.wording import name_ranks
+from fastsync.reducer.monitor import explained, open_watch
+from fastsync.reducer.shared_memory import offer_memory
 
 __all__ = ["Asked", "Team", "examine", "examine_alone"]
 

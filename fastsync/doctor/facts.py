@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 import fastsync
-from fastsync.build.env import Env, set_variables
-from fastsync.build.extension import BuildError, origin
-from fastsync.build.recipe import sources_digest
-from fastsync.engine import core
-from fastsync.ranks.machines import network_space, own_address, process_space
-from fastsync.torch_private import Store
+from fastsync._build.env import Env, set_variables
+from fastsync._build.extension import BuildError, origin
+from fastsync._build.recipe import sources_digest
+from fastsync._torch import Store
+from fastsync.faults.machines import network_space, own_address, process_space
+from fastsync.reducer import core
 
 __all__ = [
     "Facts",
@@ -70,7 +70,7 @@ class Facts:
         cuda_error: why the extension cannot run kernels on GPUs.
         build_error: why there is no extension.
         backends: of torch.distributed that this build of torch has.
-        variables: that are set, see `fastsync.build.env.set_variables`.
+        variables: that are set, see `fastsync._build.env.set_variables`.
         cores, threads: that this process may use, and torch's.
         gpus: that this process sees; `gpu`: the kind of its own.
         gloo: address at which Gloo on other ranks finds this one; empty: there is none.

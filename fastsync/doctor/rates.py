@@ -26,9 +26,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from fastsync._torch import default_group, gather_objects
 from fastsync.doctor.finding import Finding, ok, warn
-from fastsync.ranks.words import name_ranks
-from fastsync.torch_private import default_group, gather_objects
+from fastsync.faults.wording import name_ranks
 
 __all__ = [
     "RULES",

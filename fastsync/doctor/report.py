@@ -11,8 +11,8 @@ from fastsync.doctor.drill import FAULTS, Drill, problems
 from fastsync.doctor.facts import Facts
 from fastsync.doctor.finding import Finding, Level, worst
 from fastsync.doctor.rates import RULES, Measured
+from fastsync.faults.wording import name_ranks
 from fastsync.planner.quantities import shown_seconds
-from fastsync.ranks.words import name_ranks
 from fastsync.timeline.moves import size_text
 
 __all__ = ["Report", "report_json", "report_text"]

@@ -26,11 +26,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fastsync.plan.buckets import BucketPlan, PlannedBucket
-from fastsync.plan.layout import ALIGNMENT, align_up
+from fastsync.planner.group_memory import Units, share_of
 from fastsync.planner.record import Allocations, Mark, Record
 from fastsync.planner.strategy import Carrier, Strategy, Unit
-from fastsync.planner.unit_memory import Units, share_of
+from fastsync.reducer.bucket_layout import ALIGNMENT, align_up
+from fastsync.reducer.buckets import BucketPlan, PlannedBucket
 from fastsync.wire.formats import Format
 
 __all__ = ["ITEMS", "Memory", "OptimizerTrace", "peak_of", "phases_of"]

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from fastsync.plan.policy import BucketPolicy
+from fastsync.config.policy import BucketPolicy
 from fastsync.planner.formulas import adam_by_formula, transformer_of
 from fastsync.planner.hardware import Cluster, Device, device_named, links_of
 from fastsync.planner.record import Allocations, Record

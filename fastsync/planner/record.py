@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastsync.plan.buckets import ParamSpec
+from fastsync.reducer.buckets import ParamSpec
 
 __all__ = ["ROOT", "Allocations", "Mark", "Record", "TracedParam"]
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from fastsync.plan.buckets import BucketPlan
-from fastsync.plan.policy import BucketPolicy
-from fastsync.plan.topology import Network
+from fastsync.config.policy import BucketPolicy
+from fastsync.config.topology import Network
 from fastsync.planner.batches import Traces, largest_batch
 from fastsync.planner.hardware import Cluster, Device
 from fastsync.planner.memory import Memory, OptimizerTrace, peak_of, phases_of
 from fastsync.planner.record import Record
 from fastsync.planner.step_time import Compute, StepTime, from_record, job_of, simulate
 from fastsync.planner.strategy import Carrier, Strategy, Unit, engine_plan, named
+from fastsync.reducer.buckets import BucketPlan
 
 __all__ = ["Candidate", "Scenario", "cached_optimizer"]
 

@@ -26,11 +26,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
-from fastsync.plan.buckets import BucketPlan, PlannedBucket
 from fastsync.planner.hardware import Cluster, Device, collective_seconds, sent_bytes
 from fastsync.planner.quantities import gigabytes, operations, shown_seconds
 from fastsync.planner.record import ROOT, Record
 from fastsync.planner.strategy import Strategy, coded_units
+from fastsync.reducer.buckets import BucketPlan, PlannedBucket
 
 __all__ = ["Compute", "Job", "StepTime", "UnitCost", "from_record", "job_of", "simulate"]
 

@@ -9,7 +9,12 @@ from functools import partial
 
 import torch
 
-from fastsync.plan.buckets import (
+from fastsync.config.policy import BucketPolicy, SyncPolicy, UnitWires
+from fastsync.config.topology import Network
+from fastsync.fsdp.group_codes import Codes, gradient_codes
+from fastsync.planner.record import Record
+from fastsync.reducer.bucket_layout import FlatLayout, align_up, outline_regions
+from fastsync.reducer.buckets import (
     BucketPlan,
     ParamSpec,
     PlannedBucket,
@@ -18,13 +23,8 @@ from fastsync.plan.buckets import (
     make_plan,
     regions_codec,
 )
-from fastsync.plan.layout import FlatLayout, align_up, outline_regions
-from fastsync.plan.policy import BucketPolicy, SyncPolicy, UnitWires
-from fastsync.plan.topology import Network
-from fastsync.planner.record import Record
-from fastsync.shard.layout import element_regions
-from fastsync.units.codes import Codes, gradient_codes
 from fastsync.wire.formats import Wire, make_codec
+from fastsync.zero.partition import element_regions
 
 __all__ = [
     "Carrier",

@@ -27,14 +27,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from fastsync.planner.record import ROOT, Allocations, Mark, Record, TracedParam
-from fastsync.torch_private.tracing import (
+from fastsync._torch.tracing import (
     FakeTensorMode,
     TorchDispatchMode,
     tree_leaves,
     tree_map_only,
 )
-from fastsync.units.choosing import choose_units
+from fastsync.fsdp.group_choice import choose_units
+from fastsync.planner.record import ROOT, Allocations, Mark, Record, TracedParam
 
 __all__ = [
     "Loss",
@@ -115,7 +115,7 @@ class _UnitMarks:
     """Hooks that note when a forward or backward enters a unit or is through with it.
 
     The unit's modules run one after the other. The marks stand where the engine gathers, frees and
-    reduces: see fastsync/units/state.py.
+    reduces: see fastsync/fsdp/module_hooks.py.
     """
 
     def __init__(self, marks: list[Mark], number: int, modules: Sequence[nn.Module]) -> None:

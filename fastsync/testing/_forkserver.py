@@ -15,7 +15,7 @@ import torch.distributed.checkpoint.state_dict
 import torch.utils.checkpoint
 
 import fastsync
-from fastsync.engine import core
+from fastsync.reducer import core
 
 torch.set_num_threads(1)
 # A rank that needs the extension will say why it is not there.

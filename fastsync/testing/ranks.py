@@ -40,8 +40,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from fastsync.build import env
-from fastsync.torch_private import PrefixStore, Store, TCPStore
+from fastsync._build import env
+from fastsync._torch import PrefixStore, Store, TCPStore
 
 __all__ = ["RankError", "count_dispatched_ops", "run_ranks"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fastsync.engine.pace import ACTIVITIES
+from fastsync.reducer.step_timing import ACTIVITIES
 from fastsync.timeline.moves import (
     Event,
     Move,

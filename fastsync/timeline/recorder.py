@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from fastsync.build.env import Env
-from fastsync.engine.core import make_timeline
-from fastsync.plan.buckets import BucketPlan
-from fastsync.ranks.clocks import ClockOffset, Mailbox, align_clocks
+from fastsync._build.env import Env
+from fastsync._torch import backend_name, group_store, resolvable_name
+from fastsync.faults.clocks import ClockOffset, Mailbox, align_clocks
+from fastsync.reducer.buckets import BucketPlan
+from fastsync.reducer.core import make_timeline
 from fastsync.timeline.data import BucketInfo, RankRecord, RankStep, Run, steps_of
 from fastsync.timeline.moves import UnitInfo
-from fastsync.timeline.policy import TimelinePolicy
-from fastsync.torch_private import backend_name, group_store, resolvable_name
+from fastsync.timeline.timeline_policy import TimelinePolicy
 
 if TYPE_CHECKING:
-    from fastsync.engine.core import Timeline
-    from fastsync.engine.engine import Engine
+    from fastsync.reducer.core import Timeline
+    from fastsync.reducer.engine import Engine
 
 __all__ = ["RecordedModel", "Recorder", "record_steps"]
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Any, Protocol
 
-from fastsync.engine.pace import Pace, SlowRanks
-from fastsync.engine.reports import Counters, UnitCounters
+from fastsync.reducer.reports import Counters, UnitCounters
+from fastsync.reducer.step_timing import Pace, SlowRanks
 from fastsync.timeline.data import Medians, RankStep
+from fastsync.timeline.group_rows import UnitTiming, unit_timings
 from fastsync.timeline.moves import UnitInfo
 from fastsync.timeline.moves import size_text as _size
-from fastsync.timeline.units import UnitTiming, unit_timings
 
 __all__ = ["BucketTiming", "SyncStats", "log_to_tensorboard", "make_stats", "unit_stats"]
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeAlias
 
-from fastsync.engine.pace import during
+from fastsync.reducer.step_timing import during
 from fastsync.timeline.data import Medians, RankStep, Run, Straggler, by_step, find_straggler
+from fastsync.timeline.group_rows import UnitTiming, unit_timings
 from fastsync.timeline.moves import KINDS, Span, length, size_text
-from fastsync.timeline.units import UnitTiming, unit_timings
 
 __all__ = [
     "Bar",

@@ -15,9 +15,9 @@ import time
 import pytest
 import torch
 
-from fastsync.build import extension, recipe
-from fastsync.build.env import Env
-from fastsync.build.recipe import BuildError
+from fastsync._build import extension, recipe
+from fastsync._build.env import Env
+from fastsync._build.recipe import BuildError
 
 
 def test_it_is_loaded_once():

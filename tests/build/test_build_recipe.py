@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from fastsync.build import recipe
-from fastsync.build.recipe import BuildError, Options
+from fastsync._build import recipe
+from fastsync._build.recipe import BuildError, Options
 
 
 def test_sources_exist_and_none_is_forgotten():
     root = recipe.source_dir()
     named = {*recipe.CPP_SOURCES, *recipe.CUDA_SOURCES}
     there = {p.relative_to(root).as_posix() for p in recipe.all_files() if p.suffix != ".h"}
-    there = {name for name in there if not name.startswith("units/")}
+    there = {name for name in there if not name.startswith("unity/")}
     assert named == there
 
 
@@ -92,8 +92,8 @@ def test_no_toolkit(monkeypatch, tmp_path):
 def test_every_source_is_compiled_once():
     root = recipe.source_dir()
     units = recipe.translation_units()
-    compiled = [name for name in units if not name.startswith("units/")]
-    for unit in (name for name in units if name.startswith("units/")):
+    compiled = [name for name in units if not name.startswith("unity/")]
+    for unit in (name for name in units if name.startswith("unity/")):
         lines = re.findall(r'^#include "../(.*)"$', (root / unit).read_text(), re.MULTILINE)
         compiled += lines
     assert sorted(compiled) == sorted(recipe.CPP_SOURCES)

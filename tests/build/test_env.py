@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fastsync.build.env import Env, has_rank, inherited, set_variables
+from fastsync._build.env import Env, has_rank, inherited, set_variables
 
 
 def test_defaults():

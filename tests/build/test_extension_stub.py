@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import fastsync
-from fastsync.build import extension
-from fastsync.engine import core, reports
-from fastsync.engine.engine import Engine, NamedParam
-from fastsync.plan.policy import BucketPolicy, SyncPolicy
+from fastsync._build import extension
+from fastsync.config.policy import BucketPolicy, SyncPolicy
+from fastsync.reducer import core, reports
+from fastsync.reducer.engine import Engine, NamedParam
 from fastsync.testing import run_ranks
 
 STUB = Path(fastsync.__file__).parent / "_C.pyi"

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from tests.helpers.teams import run_ranks
 
 # Name of a stage: how it wraps. Small buckets have several leave in one backward.

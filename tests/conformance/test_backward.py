@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fastsync import FastDDP
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from tests.conformance.stages import batch, check, full, loss_of, net
 from tests.helpers.teams import run_ranks
 

@@ -248,7 +248,7 @@ def test_a_communication_hook_beside_a_narrow_wire():
     assert all("wire='bf16'" in text for text in run_ranks(register_hook, 2))
 
 
-LOAD = "from fastsync.build import extension; extension.load()"
+LOAD = "from fastsync._build import extension; extension.load()"
 
 
 def load_extension(tmp_path, kind="BuildError", **environment):
@@ -328,7 +328,7 @@ def test_a_wrong_variable_is_named(tmp_path):
 
 def fail_to_build(rank, world):
     """One rank's machine lacks a compiler; the extension that the fork inherited is forgotten."""
-    from fastsync.build import extension
+    from fastsync._build import extension
 
     if rank == 1:
         extension.load.cache_clear()

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from fastsync.plan.buckets import ParamSpec, make_plan, settled_order
-from fastsync.plan.policy import BucketPolicy, SyncPolicy
-from fastsync.plan.topology import Network
+from fastsync.config.policy import BucketPolicy, SyncPolicy
+from fastsync.config.topology import Network
+from fastsync.reducer.buckets import ParamSpec, make_plan, settled_order
 from fastsync.wire.formats import FORMATS, Wire
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastsync import FastDDP, Wire
-from fastsync.plan.arguments import grouped
-from fastsync.plan.compatibility import FEATURES, ROWS, Row
+from fastsync.config.arguments import grouped
+from fastsync.config.compatibility import FEATURES, ROWS, Row
 from fastsync.testing import run_ranks
 from tests.helpers.scripts import ROOT
 

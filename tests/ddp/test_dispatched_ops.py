@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastsync import FastDDP, ReplicaPolicy
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from fastsync.testing import count_dispatched_ops, run_ranks
 from tests.helpers.models import many
 

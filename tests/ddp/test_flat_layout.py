@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fastsync.plan.layout import ALIGNMENT, FlatLayout, align_up, flat_layout
+from fastsync.reducer.bucket_layout import ALIGNMENT, FlatLayout, align_up, flat_layout
 
 
 def test_align_up():

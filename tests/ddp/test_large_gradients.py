@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import FastDDP
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from tests.helpers.teams import run_ranks
 
 WIDTH = 512  # 1 MiB of gradient in each weight

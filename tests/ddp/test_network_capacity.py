@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastsync.plan.topology import Network, Span
+from fastsync.config.topology import Network, Span
 
 SPAN = Span(seconds=0.01, latencies=5)
 

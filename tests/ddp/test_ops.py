@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from fastsync.build import extension
+from fastsync._build import extension
 from tests.ddp import twins
 from tests.helpers.devices import DEVICES, placed
 

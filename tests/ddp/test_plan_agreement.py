@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from fastsync.engine.agreement import PlanFacts, agree_on_plan
-from fastsync.plan.topology import Network
+from fastsync.config.topology import Network
+from fastsync.reducer.agreement import PlanFacts, agree_on_plan
 from tests.helpers.teams import run_ranks
 
 CPU = torch.device("cpu")

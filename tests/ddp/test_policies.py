@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from fastsync.plan.policy import BucketPolicy, SyncPolicy
-from fastsync.plan.topology import Network
+from fastsync.config.policy import BucketPolicy, SyncPolicy
+from fastsync.config.topology import Network
 from fastsync.wire.formats import Wire
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 
 from fastsync import FastDDP, RankMismatchError, Wire
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from fastsync.testing import run_ranks
 from tests.helpers.models import batch, build, differences, loss_of, state, wrap
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from fastsync import RankMismatchError
-from fastsync.ranks.consensus import Statement, agree, find_difference
+from fastsync.faults.consensus import Statement, agree, find_difference
 from tests.helpers.teams import run_ranks
 
 WEIGHT = ("w", (2, 3), "torch.float32", True)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP, Wire
-from fastsync.engine import core
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
+from fastsync.reducer import core
 from tests.helpers.teams import run_ranks
 
 WIDTH = 160

@@ -147,7 +147,7 @@ def test_names_of_the_package_exist(path):
 def test_every_variable_is_documented():
     """docs/api.md has a row for each variable of env.py and .ci/run, and no other."""
     described = set(re.findall(r"^\| `(\w+)", (ROOT / "docs/api.md").read_text(), re.M))
-    sources = [ROOT / "fastsync/build/env.py", ROOT / ".ci/run"]
+    sources = [ROOT / "fastsync/_build/env.py", ROOT / ".ci/run"]
     read = {name for source in sources for name in VARIABLE.findall(source.read_text())}
     assert {name for name in described if name.startswith("FASTSYNC_")} == read
 

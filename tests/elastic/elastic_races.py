@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import fastsync
-from fastsync.engine import engine, routes
-from fastsync.front import elastic
-from fastsync.plan.arguments import grouped
-from fastsync.ranks.survivors import Survivors
+from fastsync.config.arguments import grouped
+from fastsync.ddp import elastic_training
+from fastsync.faults.survivors import Survivors
+from fastsync.reducer import engine, routes
 from tests.elastic import elastic_script
 
 _SETTLED = 0.3  # seconds in which all other ranks receive what was sent
@@ -32,7 +32,7 @@ class Fate(elastic_script.Fate):
         self.nodes = []  # of autograd, held for their hooks
         if self.due:
             self.reach_before(Survivors, "meet", "meets")
-            self.reach_before(elastic, "make_group", "connects")
+            self.reach_before(elastic_training, "make_group", "connects")
             self.reach_before(engine, "open_watch", "connected")
             self.reach_before(engine, "agree_on_plan", "plans")
             self.reach_before(routes, "make_links", "links")

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
-from fastsync.build import extension
-from fastsync.build.env import NCCL_LETS_LIVE
-from fastsync.plan.arguments import grouped
-from fastsync.torch_private import TCPStore, group_timeout
+from fastsync._build import extension
+from fastsync._build.env import NCCL_LETS_LIVE
+from fastsync._torch import TCPStore, group_timeout
+from fastsync.config.arguments import grouped
 from tests.helpers.served_store import end_store, serve_store
 
 LIMIT = 60.0  # seconds for a job

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 import fastsync
-from fastsync.plan.arguments import grouped
-from fastsync.shard import kinds, neighbours, optimizer
-from fastsync.shard.codes import rounded
-from fastsync.shard.delivery import Delivery
+from fastsync.config.arguments import grouped
 from fastsync.wire.formats import FORMATS
+from fastsync.zero import neighbour_copies, param_kinds, sharded_optimizer
+from fastsync.zero.delivery import Delivery
+from fastsync.zero.parameter_codes import rounded
 from tests.elastic import elastic_script
 from tests.elastic.elastic_script import batch, change_group, digest, note_members
 
@@ -20,10 +20,10 @@ from tests.elastic.elastic_script import batch, change_group, digest, note_membe
 PLACES = {
     "stepping": (Delivery, "start"),
     "sending": (Delivery, "finish"),
-    "sharing": (neighbours._Recut, "_collect"),
-    "shared": (neighbours.Neighbours, "install"),
-    "late": (neighbours.Neighbours, "prepare_late"),
-    "collecting": (optimizer.ShardedOptimizer, "fetch"),
+    "sharing": (neighbour_copies._Recut, "_collect"),
+    "shared": (neighbour_copies.Neighbours, "install"),
+    "late": (neighbour_copies.Neighbours, "prepare_late"),
+    "collecting": (sharded_optimizer.ShardedOptimizer, "fetch"),
 }
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -163,7 +163,7 @@ def _copied(value):
 
 
 def train(rank, job, fate, seen):
-    kinds._BUFFER = 20_000  # so that there are several
+    param_kinds._BUFFER = 20_000  # so that there are several
     net = elastic_script.Net(fate, job.width)
     if job.masters:
         net.to(torch.bfloat16)

@@ -24,12 +24,12 @@ from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 
 import fastsync
-from fastsync.build import extension
-from fastsync.engine.state import Progress
-from fastsync.front.seat import ELASTIC_STORE
-from fastsync.plan.arguments import grouped
-from fastsync.ranks.newcomers import ENDED
-from fastsync.torch_private import group_store, make_group
+from fastsync._build import extension
+from fastsync._torch import group_store, make_group
+from fastsync.config.arguments import grouped
+from fastsync.ddp.rank_identity import ELASTIC_STORE
+from fastsync.faults.join_gate import ENDED
+from fastsync.reducer.sync_state import Progress
 from tests.elastic import elastic_script
 from tests.elastic.elastic_script import Fate, Net, as_taken, batch
 

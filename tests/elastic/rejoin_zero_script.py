@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from fastsync.shard import kinds, neighbours
+from fastsync.zero import neighbour_copies, param_kinds
 from tests.elastic import rejoin_script
 from tests.elastic.elastic_script import batch
 from tests.elastic.elastic_zero_script import WideSteps, digest_state, make_optimizers
 
 # Where a process may die while all share the state with a rank that comes back.
-PLACES = {"sharing": (neighbours._Recut, "_collect"), "shared": (neighbours.Neighbours, "install")}
+PLACES = {
+    "sharing": (neighbour_copies._Recut, "_collect"),
+    "shared": (neighbour_copies.Neighbours, "install"),
+}
 
 
 @dataclass
@@ -83,7 +86,7 @@ class Training(rejoin_script.Training):
     make_optimizers = staticmethod(make_optimizers)
 
     def __init__(self, job, rank, attempt, file):
-        kinds._BUFFER = 20_000  # so that there are several
+        param_kinds._BUFFER = 20_000  # so that there are several
         super().__init__(job, rank, attempt, file)
         for who, number, place in job.sharing:
             if (who, number) == (rank, attempt):

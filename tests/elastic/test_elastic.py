@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from fastsync.testing import run_ranks
 from tests.elastic.elastic_script import STEPS
 from tests.helpers.scripts import cases_asked_for, run_jobs

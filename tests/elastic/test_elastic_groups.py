@@ -11,14 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
-from fastsync.build.env import NCCL_LETS_LIVE
-from fastsync.engine.agreement import PlanFacts, agree_on_plan
-from fastsync.plan.arguments import grouped
-from fastsync.plan.elastic import ElasticPolicy
-from fastsync.plan.policy import SyncPolicy
-from fastsync.plan.topology import Network
-from fastsync.testing import run_ranks
-from fastsync.torch_private import (
+from fastsync._build.env import NCCL_LETS_LIVE
+from fastsync._torch import (
     break_group,
     connect_group,
     group_store,
@@ -28,6 +22,12 @@ from fastsync.torch_private import (
     set_group_timeout,
     talks_by_gloo,
 )
+from fastsync.config.arguments import grouped
+from fastsync.config.elastic_policy import ElasticPolicy
+from fastsync.config.policy import SyncPolicy
+from fastsync.config.topology import Network
+from fastsync.reducer.agreement import PlanFacts, agree_on_plan
+from fastsync.testing import run_ranks
 from tests.helpers.scripts import run_module
 
 PATIENCE = timedelta(seconds=30)

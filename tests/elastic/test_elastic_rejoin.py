@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
-from fastsync.engine.handover import give, receive
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
+from fastsync.reducer.state_transfer import give, receive
 from fastsync.testing import run_ranks
 from tests.helpers.scripts import cases_asked_for, finish, start
 

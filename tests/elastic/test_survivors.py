@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from fastsync.ranks.faults import SyncFault
-from fastsync.ranks.newcomers import ENDED, Doorway, Waiting
-from fastsync.ranks.survivors import Decision, Standing, Survivors, decide
+from fastsync.faults.join_gate import ENDED, JoinGate, Waiting
+from fastsync.faults.survivors import Decision, Standing, Survivors, decide
+from fastsync.faults.sync_fault import SyncFault
 
 LACKS, HAS = False, True
 
@@ -104,7 +104,7 @@ def test_ranks_that_come_back_wait_until_all_are_between_two_steps(between):
 def test_who_has_stopped_counting_is_not_seen():
     """Check that it is not seen: the ranks that train would wait for it when they connect."""
     store = HashStore()
-    doorway, waiting = Doorway(store), Waiting(store, 1, timeout=20)
+    doorway, waiting = JoinGate(store), Waiting(store, 1, timeout=20)
     with ThreadPoolExecutor(1) as pool:
         epoch = pool.submit(waiting.admitted)
         while not doorway.somebody_waits((0, 2)):

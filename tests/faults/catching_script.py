@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
-from fastsync.engine import engine
-from fastsync.plan.arguments import grouped
-from fastsync.shard.delivery import Delivery
+from fastsync.config.arguments import grouped
+from fastsync.reducer import engine
+from fastsync.zero.delivery import Delivery
 
 LAYERS = 4
 FAILS_AT = 3  # steps after which

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # later it would keep the default group, for its defaults
 
 import fastsync
-from fastsync.build import extension
+from fastsync._build import extension
 
 LIMIT = 30.0  # seconds
 RANKS = 2

@@ -24,15 +24,15 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
-import fastsync.engine.core as core
-import fastsync.engine.engine as engine
-import fastsync.engine.groups as groups
-import fastsync.engine.watch as watch
-from fastsync.build import extension
-from fastsync.plan.arguments import grouped
-from fastsync.shard.delivery import Delivery
-from fastsync.shard.fetching import Shares
-from fastsync.torch_private import TCPStore
+import fastsync.reducer.core as core
+import fastsync.reducer.engine as engine
+import fastsync.reducer.monitor as watch
+import fastsync.reducer.process_groups as groups
+from fastsync._build import extension
+from fastsync._torch import TCPStore
+from fastsync.config.arguments import grouped
+from fastsync.zero.delivery import Delivery
+from fastsync.zero.state_fetch import Shares
 from tests.helpers.served_store import end_store, serve_store
 
 LIMIT = 60.0  # seconds for a job

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import fastsync
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from tests.faults.launched import leave_process_number
 
 FOR_EVER = 100_000  # steps

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fastsync
-from fastsync.engine import engine
+from fastsync.reducer import engine
 from tests.faults.launched import leave_process_number
 
 STEP = 2

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
-from fastsync.engine import watch
-from fastsync.ranks.faults import SyncFault
-from fastsync.torch_private import group_store
+from fastsync._torch import group_store
+from fastsync.faults.sync_fault import SyncFault
+from fastsync.reducer import monitor
 from tests.helpers.teams import run_ranks
 
 SLEEPER, ERROR, SOON = 1, "timed out after 3 s", timedelta(seconds=30)
@@ -33,7 +33,7 @@ def gives_up_in_turn(rank, world):
     if rank == SLEEPER:
         store.wait(["second"], SOON)
         return None
-    visit = watch._visit(group, "the first place")
+    visit = monitor._visit(group, "the first place")
     if rank == 0:
         store.wait(["through"], SOON)
         ranks = blamed(visit)
@@ -41,7 +41,7 @@ def gives_up_in_turn(rank, world):
         store.wait(["second"], SOON)
         return ranks
     visit.end(True)
-    visit = watch._visit(group, "the second place")
+    visit = monitor._visit(group, "the second place")
     store.set("through", "")
     store.wait(["first"], SOON)
     ranks = blamed(visit)
@@ -63,7 +63,7 @@ def warns_of(rank, world):
     if rank == SLEEPER:
         store.wait(["warned"], SOON)
         return None
-    visit = watch.watch_of(group).visit("together", "a place", [SLEEPER])
+    visit = monitor.watch_of(group).visit("together", "a place", [SLEEPER])
     with tempfile.TemporaryFile() as printed:
         stderr = os.dup(2)
         os.dup2(printed.fileno(), 2)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastsync.engine import core
+from fastsync.reducer import core
 
 BLOCK, LANES = 1 << 15, 32
 FACTOR = np.uint64(0x243F6A8885A308D3)

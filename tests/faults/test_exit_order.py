@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fastsync.ranks import leaving
+from fastsync.faults import exit_hooks
 from tests.helpers.scripts import ROOT, asked_for, environment, run_jobs
 
 STEPS = ("destroy", "free", "collect")
@@ -72,7 +72,7 @@ def test_a_thread_that_frees_tensors_ends_before_the_interpreter(script, tmp_pat
 
 def test_a_thread_that_never_rests_is_left_alone(monkeypatch):
     asked = []
-    monkeypatch.setattr(leaving, "_LONGEST", 0.05)
-    monkeypatch.setattr(leaving, "_runs", lambda: asked.append(1) or True)
-    leaving.let_threads_finish()
+    monkeypatch.setattr(exit_hooks, "_LONGEST", 0.05)
+    monkeypatch.setattr(exit_hooks, "_runs", lambda: asked.append(1) or True)
+    exit_hooks.let_threads_finish()
     assert asked

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import fastsync
-from fastsync.engine import core, groups, watch
-from fastsync.ranks.arrivals import Arrivals
-from fastsync.ranks.faults import SyncFault
+from fastsync._torch import group_store
+from fastsync.faults.barrier import Arrivals
+from fastsync.faults.sync_fault import SyncFault
+from fastsync.reducer import core, monitor, process_groups
 from fastsync.testing import RankError, run_ranks
-from fastsync.torch_private import group_store
 
 WORLD, FIRST, NAMED = 4, 1, 7
 TIMEOUT = timedelta(seconds=3)
@@ -51,12 +51,12 @@ def test_who_ends_because_of_another_is_not_named():
 def stops_itself(rank, store):
     """When all have come to their first meeting, and before it says anything there."""
     if rank == FIRST:
-        watch._gather = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+        monitor._gather = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def is_stopped(rank, store):
     """While it makes a process group, and has told the others where it listens."""
-    make = groups.make_beside
+    make = process_groups.make_beside
 
     def others(*args, **options):
         if rank == 0:
@@ -67,7 +67,7 @@ def is_stopped(rank, store):
         return make(*args, **options)
 
     if rank != FIRST:
-        groups.make_beside = others
+        process_groups.make_beside = others
 
 
 def meet(rank, world, prepare):

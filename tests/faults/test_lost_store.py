@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP
-from fastsync.ranks.stores import served_at
+from fastsync._torch import PrefixStore, TCPStore, default_group, group_store
+from fastsync.faults.stores import served_at
 from fastsync.testing import run_ranks
-from fastsync.torch_private import PrefixStore, TCPStore, default_group, group_store
 
 LOST = 1
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn, optim
 
 from fastsync import FastDDP, Faults, NonFiniteGradientError
-from fastsync.engine import core
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
+from fastsync.reducer import core
 from tests.helpers.teams import run_ranks
 from tests.zero.zero_loops import close
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import fastsync
 from fastsync import FastDDP, PreemptionPolicy
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from fastsync.testing import run_ranks
 from tests.faults.launched import launched
 from tests.faults.preemption_script import train

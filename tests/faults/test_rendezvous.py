@@ -8,9 +8,9 @@ from itertools import islice
 import pytest
 import torch.distributed as dist
 
-from fastsync.ranks.meeting import MeetingPlace, looks
-from fastsync.ranks.stores import limit_silence
-from fastsync.torch_private import TCPStore, group_store
+from fastsync._torch import TCPStore, group_store
+from fastsync.faults.rendezvous import Rendezvous, looks
+from fastsync.faults.stores import limit_silence
 from tests.helpers.teams import run_ranks
 
 
@@ -18,7 +18,7 @@ def arrive(rank, world, absent):
     time.sleep(0.1 * rank)
     try:
         if rank not in absent:
-            MeetingPlace(dist.group.WORLD, "here", 1.0).meet("nothing in particular")
+            Rendezvous(dist.group.WORLD, "here", 1.0).meet("nothing in particular")
     except RuntimeError as error:
         return str(error)
     return ""
@@ -47,7 +47,7 @@ def test_few_ranks_look_often_and_many_leave_the_store_in_peace():
 
 def meet_in_groups(rank, world):
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    places = [MeetingPlace(group, "here", 20) for group in (pair, dist.group.WORLD, pair)]
+    places = [Rendezvous(group, "here", 20) for group in (pair, dist.group.WORLD, pair)]
     for _ in range(3):
         for place in places:
             place.meet("everyone")
@@ -59,7 +59,7 @@ def test_groups_and_places_of_one_name_meet_by_themselves():
 
 
 def say(rank, world):
-    place = MeetingPlace(dist.group.WORLD, "here", 20)
+    place = Rendezvous(dist.group.WORLD, "here", 20)
     words = ["yes", "no" if rank == 1 else "yes", f"I am {rank}", "yes"]
     return [[place.meet("a word", word) for word in words] for _ in range(100)]
 
@@ -69,7 +69,7 @@ def test_ranks_learn_whether_they_agree():
 
 
 def keys_left(rank, world):
-    place = MeetingPlace(dist.group.WORLD, "here", 20)
+    place = Rendezvous(dist.group.WORLD, "here", 20)
     counts = []
     for meeting in range(20):
         place.meet("a word", str(meeting))
@@ -85,7 +85,7 @@ def test_many_meetings_leave_few_keys():
 
 
 def meet_alone(rank, world):
-    return MeetingPlace(dist.group.WORLD, "here", 0.01).meet("company")
+    return Rendezvous(dist.group.WORLD, "here", 0.01).meet("company")
 
 
 def test_one_rank_needs_no_company():

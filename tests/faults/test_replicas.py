@@ -12,10 +12,10 @@ from torch import nn, optim
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastsync import FastDDP, Faults, RankMismatchError, ReplicaError, ReplicaPolicy
-from fastsync.engine import core
-from fastsync.plan.arguments import grouped
-from fastsync.shard.gradients import ShardedGradient
+from fastsync.config.arguments import grouped
+from fastsync.reducer import core
 from fastsync.testing import RankError
+from fastsync.zero.gradient_proxies import ShardedGradient
 from tests.helpers.teams import run_ranks
 
 EVERY = 3

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fastsync import FastDDP
-from fastsync.engine import core, memory
-from fastsync.engine.memory import share_memory
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
+from fastsync.reducer import core, shared_memory
+from fastsync.reducer.shared_memory import share_memory
 from fastsync.testing import RankError, run_ranks
 from tests.ddp.test_shared_memory import connected, gradients, in_memory, inputs, net, over, same
 
@@ -217,7 +217,7 @@ def no_mapping():
 
 
 def elsewhere():
-    memory.network_space = lambda: "another machine"
+    shared_memory.network_space = lambda: "another machine"
 
 
 @pytest.mark.slow(but=("no_memory-on rank 2, memfd_create: Operation not permitted",))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fastsync
-from fastsync.ranks.farewell import in_words
+from fastsync.faults.exit_reasons import in_words
 from tests.faults.launched import launched
 
 RANKS = 3

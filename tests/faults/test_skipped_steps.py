@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP, Faults
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from tests.helpers.teams import run_ranks
 
 LAYERS, WIDTH, STEPS = 4, 8, 6

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP
-from fastsync.engine.pace import ACTIVITIES, PaceWarning, during, pace_of
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
+from fastsync.reducer.step_timing import ACTIVITIES, PaceWarning, during, pace_of
 from tests.helpers.teams import run_ranks
 
 MS = 1_000_000

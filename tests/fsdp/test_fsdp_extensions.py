@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils import _pytree as pytree
 
 from fastsync import FastDDP, fully_shard
-from fastsync.ranks.consensus import RankMismatchError
-from fastsync.torch_private import local_of
-from fastsync.units.state import state_of
+from fastsync._torch import local_of
+from fastsync.faults.consensus import RankMismatchError
+from fastsync.fsdp.module_hooks import state_of
 from tests.fsdp.fsdp_models import apply, farthest, loss_of, mesh_of, net, whole, words
 from tests.helpers.teams import run_ranks
 
@@ -217,7 +217,7 @@ def patched(rank, world, meta, dim):
 def test_an_extension_may_come_after_fully_shard(meta, dim):
     for apart, kinds, is_exact in run_ranks(patched, 2, meta, dim):
         assert apart <= 2e-6
-        assert kinds == [["Strand"], *[["ExtendedStrand", "Strand"]] * 3]
+        assert kinds == [["DtypeShard"], *[["ExtensionShard", "DtypeShard"]] * 3]
         assert is_exact, "optimizers step on what was not rounded"
 
 

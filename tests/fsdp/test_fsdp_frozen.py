@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fastsync import FastDDP, Zero, fully_shard
-from fastsync.units.state import state_of
+from fastsync.fsdp.module_hooks import state_of
 from tests.fsdp.fsdp_models import OPTIMIZERS, farthest, whole
 from tests.helpers.teams import run_ranks
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import FSDPModule, fully_shard
-from fastsync.torch_private import local_of
-from fastsync.units.state import state_of
+from fastsync._torch import local_of
+from fastsync.fsdp.module_hooks import state_of
 from tests.fsdp.fsdp_models import apply, farthest, loss_of, mesh_of, net, whole, words
 from tests.helpers.teams import run_ranks
 

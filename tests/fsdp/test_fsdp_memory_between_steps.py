@@ -8,8 +8,8 @@ from torch.distributed.fsdp import fully_shard as torchs
 from torch.distributed.tensor import DTensor
 
 from fastsync import FastDDP, fully_shard
-from fastsync.torch_private import local_of
-from fastsync.units.state import state_of
+from fastsync._torch import local_of
+from fastsync.fsdp.module_hooks import state_of
 from tests.fsdp.fsdp_models import apply, farthest, mesh_of, net, train
 from tests.helpers.teams import run_ranks
 

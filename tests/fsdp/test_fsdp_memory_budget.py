@@ -7,8 +7,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fastsync import FastDDP, Zero, fully_shard
-from fastsync.ranks.consensus import RankMismatchError
-from fastsync.units.state import state_of
+from fastsync.faults.consensus import RankMismatchError
+from fastsync.fsdp.module_hooks import state_of
 from tests.fsdp.fsdp_models import OPTIMIZERS, Block, apply, loss_of, mesh_of, net, train, words
 from tests.helpers.teams import run_ranks
 

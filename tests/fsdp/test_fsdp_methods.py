@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fastsync import FSDPModule, fully_shard, register_fsdp_forward_method
+from fastsync.fsdp.module_hooks import state_of
 from fastsync.testing import count_dispatched_ops
-from fastsync.units.state import state_of
 from tests.fsdp.fsdp_models import (
     OPTIMIZERS,
     Block,

@@ -21,11 +21,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsync import RankMismatchError, fully_shard
+from fastsync._torch import local_of, set_local
+from fastsync.fsdp import cpu_offload
+from fastsync.fsdp.cpu_offload import CopyAlways, Offload, staging_of
+from fastsync.fsdp.module_hooks import state_of
 from fastsync.testing import RankError
-from fastsync.torch_private import local_of, set_local
-from fastsync.units import staging
-from fastsync.units.staging import CopyAlways, Offload, staging_of
-from fastsync.units.state import state_of
 from tests.fsdp.fsdp_models import OPTIMIZERS, apply, loss_of, mesh_of, net, train, whole, words
 from tests.helpers.teams import run_ranks
 
@@ -295,8 +295,8 @@ class Device:
 @contextmanager
 def late_device():
     device = Device()
-    lanes = staging._Lanes(torch.device("cpu"), device, device.out, device.back)
-    with mock.patch.object(staging, "_lanes_of", lambda _: lanes):
+    lanes = cpu_offload._Lanes(torch.device("cpu"), device, device.out, device.back)
+    with mock.patch.object(cpu_offload, "_lanes_of", lambda _: lanes):
         yield device
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsync import FastDDP, fully_shard
-from fastsync.torch_private import local_of
+from fastsync._torch import local_of
 from tests.fsdp.fsdp_models import apply, loss_of, mesh_of, net, words
 from tests.helpers.teams import run_ranks
 

@@ -7,8 +7,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fastsync import fully_shard
+from fastsync.fsdp.param_group import Unit
 from fastsync.testing import run_ranks
-from fastsync.units.unit import Unit
 from tests.fsdp.fsdp_models import OPTIMIZERS, apply, loss_of, mesh_of, net, train, words
 
 # --- any depth, the same bits

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchModule
 
 from fastsync import FSDPModule, fully_shard
-from fastsync.units.state import state_of
+from fastsync.fsdp.module_hooks import state_of
 from tests.fsdp.fsdp_models import OPTIMIZERS, Block, apply, farthest, loss_of, net, whole, words
 from tests.helpers.teams import run_ranks
 

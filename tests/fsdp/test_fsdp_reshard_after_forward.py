@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import fully_shard
-from fastsync.units.state import state_of
+from fastsync.fsdp.module_hooks import state_of
 from tests.fsdp.fsdp_models import (
     OPTIMIZERS,
     Block,

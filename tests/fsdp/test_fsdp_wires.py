@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from fastsync import FastDDP, Wire, fully_shard
-from fastsync.plan.arguments import PARAMETER_WIRES, grouped
-from fastsync.units.state import state_of
+from fastsync.config.arguments import PARAMETER_WIRES, grouped
+from fastsync.fsdp.module_hooks import state_of
 from tests.fsdp.fsdp_models import (
     OPTIMIZERS,
     apply,

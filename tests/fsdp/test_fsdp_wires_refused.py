@@ -3,7 +3,7 @@
 import pytest
 
 from fastsync import FastDDP, RankMismatchError, TopK, Wire, Zero, fully_shard
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from tests.fsdp.fsdp_models import apply, mesh_of, net, words
 from tests.helpers.teams import run_ranks
 

@@ -7,9 +7,9 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
 from fastsync import FastDDP, RankMismatchError, Zero
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
+from fastsync.fsdp.group_choice import choose_units
 from fastsync.testing import RankError
-from fastsync.units.choosing import choose_units
 from tests.fsdp.fsdp_models import OPTIMIZERS, Net, farthest, loss_of, net, whole, words
 from tests.helpers.teams import run_ranks
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fastsync
-from fastsync.torch_private import (
+from fastsync._torch import (
     break_group,
     connect_group,
     group_store,

@@ -6,7 +6,7 @@ from torch import nn, optim
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from fastsync import fully_shard
-from fastsync.torch_private import local_of
+from fastsync._torch import local_of
 from tests.helpers.devices import needs_gpu, run_cuda_ranks
 
 pytestmark = needs_gpu

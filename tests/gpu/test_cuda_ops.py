@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fastsync.build import extension
+from fastsync._build import extension
 from fastsync.wire.formats import FORMATS
 from tests.helpers.devices import needs_gpu, placed
 

@@ -13,8 +13,8 @@ import fastsync
 PYTHON = Path(fastsync.__file__).parent
 CSRC = PYTHON.parent / "csrc"
 # What a step runs: from the script's forward to the end of `optimizer.step()`.
-PACKAGES = ("engine", "front", "shard", "units", "sharded.py", "ddp.py")
-FOLDERS = ("codec", "comm", "engine", "ops", "transport")
+PACKAGES = ("ddp", "fsdp", "reducer", "zero")
+FOLDERS = ("codec", "comm", "fault", "fsdp", "ops", "reducer", "shm", "transport")
 METHODS = {"item", "cpu", "nonzero", "tolist", "numpy", "equal", "allclose"}
 IN_CPP = re.compile(
     r"\.item(<|\()|\.cpu\(|\.to\((at::)?kCPU|device\(at::kCPU\)|\.nonzero\(|\.equal\(|at::equal\("
@@ -28,43 +28,43 @@ BACK = "between steps, where a rank comes back"
 MISSED = "a parameter has no gradient on this rank"
 DIFFER = "replicas differ"
 ALLOWED = {
-    "engine/agreement.py: _of_first_rank: tolist": PLANS,
-    "engine/agreement.py: agree_on_plan: cpu": PLANS,
-    "engine/agreement.py: agree_on_plan: item": PLANS,
-    "engine/agreement.py: agree_on_plan: tolist": PLANS,
-    "engine/bucket.cpp: Bucket::flags_on_host": "the script asks who used a parameter; or "
+    "reducer/agreement.py: _of_first_rank: tolist": PLANS,
+    "reducer/agreement.py: agree_on_plan: cpu": PLANS,
+    "reducer/agreement.py: agree_on_plan: item": PLANS,
+    "reducer/agreement.py: agree_on_plan: tolist": PLANS,
+    "reducer/bucket.cpp: Bucket::flags_on_host": "the script asks who used a parameter; or "
     "nonfinite, where gradients travel in a form whose flags carry no infinity of a device",
-    "engine/checkpoint.py: _sum: to the CPU": ASKED,
-    "engine/flags.cpp: FlagExchange::counts": f"{MISSED}, with a hook; or replicas",
-    "engine/handover.py: _receive_all: numpy": BACK,
-    "engine/handover.py: give: cpu": BACK,
-    "engine/reducer_wait.cpp: Reducer::read_flags": "nonfinite, once, in step()",
-    "engine/reducer_wait.cpp: Reducer::read_missed": f"{MISSED}; once",
-    "engine/tied.py: overlaps: bool": "no tensor",
-    "engine/unit_reduce.cpp: uses_of": MISSED,
-    "engine/watch.py: _gather: numpy": CPU,
-    "front/replicas.py: _everyones: tolist": DIFFER,
-    "front/replicas.py: _on_host: cpu": DIFFER,
-    "front/torch_faces.py: _set_forward_pass_work_handle: item": "join(), as in torch",
+    "reducer/sync_checkpoint.py: _sum: to the CPU": ASKED,
+    "reducer/flags.cpp: FlagExchange::counts": f"{MISSED}, with a hook; or replicas",
+    "reducer/state_transfer.py: _receive_all: numpy": BACK,
+    "reducer/state_transfer.py: give: cpu": BACK,
+    "reducer/reducer_wait.cpp: Reducer::read_flags": "nonfinite, once, in step()",
+    "reducer/reducer_wait.cpp: Reducer::read_missed": f"{MISSED}; once",
+    "reducer/tied_parameters.py: overlaps: bool": "no tensor",
+    "fsdp/group_reduce.cpp: uses_of": MISSED,
+    "reducer/monitor.py: _gather: numpy": CPU,
+    "ddp/replica_check.py: _everyones: tolist": DIFFER,
+    "ddp/replica_check.py: _on_host: cpu": DIFFER,
+    "ddp/ddp_objects.py: _set_forward_pass_work_handle: item": "join(), as in torch",
     "ops/digests.cpp: no_modes": "replicas, every so many steps",
     "ops/norms.cpp: finite_by_torch": "as Bucket::flags_on_host",
-    "shard/checkpoint.py: _is_unread: tolist": ASKED,
-    "shard/codes.py: decode: tolist": CPU,
-    "shard/codes.py: differ: equal": CPU,
-    "shard/codes.py: holds: equal": CPU,
-    "shard/exchange.py: sum: item": "clip_grad_norm_() of the model, where gradients are on a CPU",
-    "shard/fetching.py: _memory: numpy": ASKED,
-    "shard/gradients.py: numpy: numpy": ASKED,
-    "shard/norms.py: _rounded: item": CPU,
-    "shard/pieces.py: alike: allclose": ASKED,
-    "shard/space.py: _follow: bool": CPU,
-    "shard/space.py: delivered: equal": ASKED,
-    "shard/state.py: numpy: numpy": ASKED,
-    "shard/state.py: tolist: tolist": ASKED,
+    "zero/optimizer_checkpoint.py: _is_unread: tolist": ASKED,
+    "zero/parameter_codes.py: decode: tolist": CPU,
+    "zero/parameter_codes.py: differ: equal": CPU,
+    "zero/parameter_codes.py: holds: equal": CPU,
+    "zero/exchange.py: sum: item": "clip_grad_norm_() of the model, where gradients are on a CPU",
+    "zero/state_fetch.py: _memory: numpy": ASKED,
+    "zero/gradient_proxies.py: numpy: numpy": ASKED,
+    "zero/gradient_norms.py: _rounded: item": CPU,
+    "zero/slices.py: alike: allclose": ASKED,
+    "zero/flat_buffer.py: _follow: bool": CPU,
+    "zero/flat_buffer.py: delivered: equal": ASKED,
+    "zero/optimizer_state.py: numpy: numpy": ASKED,
+    "zero/optimizer_state.py: tolist: tolist": ASKED,
     "transport/hierarchical.cpp: load_residual": f"{PLANS}; or {MISSED}",
     "transport/node_regions.cpp: load_residual": f"{PLANS}; or {MISSED}",
-    "units/member.py: has_hooks: bool": "no tensor",
-    "units/staging.py: wait: synchronize": "offloaded shares, which the host reads and writes",
+    "fsdp/sharded_param.py: has_hooks: bool": "no tensor",
+    "fsdp/cpu_offload.py: wait: synchronize": "offloaded shares, which the host reads and writes",
 }
 
 

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from fastsync.torch_private import TCPStore
+from fastsync._torch import TCPStore
 
 __all__ = ["end_store", "environment_of", "serve_store"]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastsync.build import env
+from fastsync._build import env
 from tests.mpi import jobs
 
 SCRIPT = """

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 
 STEPS = 3
 

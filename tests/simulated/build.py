@@ -9,14 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fastsync.build import extension, recipe
-from fastsync.build.env import Env
+from fastsync._build import extension, recipe
+from fastsync._build.env import Env
 
 HERE = Path(__file__).parent / "csrc"
 DEVICE, ENGINE = "_device", "_C"
 _DEVICE_UNITS = ("device", "operators", "backend")
-_OWN_UNITS = {"units/codes.cpp": HERE / "codes.cpp"}
-_BINDINGS = "units/bindings.cpp"
+_OWN_UNITS = {"unity/codes.cpp": HERE / "codes.cpp"}
+_BINDINGS = "unity/bindings.cpp"
 # As in the host tests of CMakeLists.txt.
 _KERNEL = """#pragma GCC optimize("O1")
 #define FS_DEVICE_FORMS 1

@@ -13,7 +13,7 @@ import types
 import torch
 import torch.distributed as dist
 
-from fastsync.build import extension
+from fastsync._build import extension
 from tests.simulated import build
 
 NAME, BACKEND = "sim", "simccl"

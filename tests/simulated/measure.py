@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fastsync
 from fastsync import FastDDP, Zero
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from tests.fsdp.fsdp_models import Block, loss_of, net, words
 from tests.simulated.ranks import run_simulated
 

@@ -24,7 +24,7 @@ import torch
 import torch._dynamo  # wrapping a module would import it
 import torch.distributed as dist
 
-from fastsync.engine import core
+from fastsync.reducer import core
 from tests.faults.fault_script import AT, FAULTY, WIDTH, WRAPPERS, Net, facts_of, wrap
 
 WORLD = 2

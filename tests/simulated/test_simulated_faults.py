@@ -1,6 +1,6 @@
 """Ranks that die, raise and sleep while a device waits for them, and the others' reports.
 
-The host of the other rank does not wait: csrc/engine/device_monitor.h watches beside it.
+The host of the other rank does not wait: csrc/fault/device_monitor.h watches beside it.
 """
 
 import json
@@ -101,7 +101,7 @@ def test_a_script_that_does_not_come_back_is_ended_with_the_report(tmp_path):
 def steps(rank, world, wrapper, watch):
     """Return whether ranks watch each other, and the host's waits and the device's tasks in three
     steps."""
-    from fastsync.engine.watch import watch_of
+    from fastsync.reducer.monitor import watch_of
     from tests.simulated.device import low, placed
 
     os.environ["FASTSYNC_WATCH"] = watch

@@ -21,7 +21,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import fastsync
 from fastsync import FastDDP, TimelinePolicy, Zero
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from tests.conformance.stages import STAGES, full
 from tests.fsdp.fsdp_models import loss_of, net, words
 from tests.simulated.ranks import run_simulated

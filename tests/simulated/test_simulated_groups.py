@@ -32,7 +32,7 @@ def bind(rank, world):
 
 def make_parts(rank, world):
     """Return how often torch looked for what to split, and a sum over a group of two of 3 ranks."""
-    from fastsync.engine.groups import OwnGroups, new_part
+    from fastsync.reducer.process_groups import OwnGroups, new_part
 
     bound = bind(rank, world)
     pair = dist.new_group([0, 1])

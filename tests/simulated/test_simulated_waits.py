@@ -9,7 +9,7 @@ from torch import nn, optim
 
 import fastsync
 from fastsync import FastDDP
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from tests.conformance.stages import STAGES
 from tests.fsdp.fsdp_models import Net, loss_of, net, words
 from tests.simulated.ranks import run_simulated

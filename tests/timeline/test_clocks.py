@@ -5,9 +5,9 @@ from unittest import mock
 
 import pytest
 
-from fastsync.ranks.clocks import ClockOffset, Mailbox, align_clocks, clock_name
+from fastsync._torch import default_group, group_store
+from fastsync.faults.clocks import ClockOffset, Mailbox, align_clocks, clock_name
 from fastsync.testing import run_ranks
-from fastsync.torch_private import default_group, group_store
 
 SECOND = 1_000_000_000
 

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastsync.build import extension
-from fastsync.engine.engine import Engine, NamedParam
-from fastsync.plan.policy import BucketPolicy, SyncPolicy
+from fastsync._build import extension
+from fastsync.config.policy import BucketPolicy, SyncPolicy
+from fastsync.reducer.engine import Engine, NamedParam
 from tests.helpers.teams import run_ranks
 
 BUCKET_MARKS = ("ready", "packed", "launched", "done")

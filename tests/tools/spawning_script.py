@@ -20,7 +20,7 @@ def train(rank, folder):
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     model = DistributedDataParallel(torch.nn.Linear(2, 1))
     model(torch.full((1, 2), float(rank))).sum().backward()
-    kind = "FastDDP" if "fastsync.ddp" in str(type(model).__mro__) else "DDP"
+    kind = "FastDDP" if "fastsync.ddp.fast_ddp" in str(type(model).__mro__) else "DDP"
     wire = model._policy.wire.format if hasattr(model, "_policy") else "none"
     fastsync = sys.modules.get("fastsync")
     place = Path(fastsync.__file__).parent if fastsync else None

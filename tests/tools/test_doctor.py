@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fastsync._torch import group_store
 from fastsync.doctor import examine as examination
 from fastsync.doctor import facts, rates
 from fastsync.doctor.command import main
@@ -20,7 +21,6 @@ from fastsync.doctor.drill import FAULTS
 from fastsync.doctor.examine import Asked, Team, examine
 from fastsync.doctor.report import report_json
 from fastsync.testing import RankError, run_ranks
-from fastsync.torch_private import group_store
 from tests.helpers.scripts import ROOT, environment, run_module
 
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node"]

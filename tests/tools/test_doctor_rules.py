@@ -8,7 +8,7 @@ from fastsync.doctor import checks, drill
 from fastsync.doctor.examine import Asked
 from fastsync.doctor.facts import Facts, Interface, find_interface, gloo_address, is_loopback
 from fastsync.doctor.finding import Level
-from fastsync.ranks.words import name_ranks
+from fastsync.faults.wording import name_ranks
 
 LO = Interface("lo", ("127.0.0.1", "::1"), 65536)
 ETH = Interface("eth0", ("10.0.0.1",), 1500)

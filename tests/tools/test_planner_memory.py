@@ -12,12 +12,12 @@ from examples.common.costs import live_bytes_reader, peak_memory
 from examples.common.ranks import Group
 from examples.common.training import make_lane
 from examples.common.variants import Variant, fast_ddp
-from fastsync.plan.policy import BucketPolicy
+from fastsync.config.policy import BucketPolicy
 from fastsync.planner.memory import peak_of, phases_of
 from fastsync.planner.strategy import Carrier, Strategy, engine_plan, named, shard_units
 from fastsync.planner.trace import TraceError, find_blocks, trace_model, trace_optimizer
-from fastsync.shard.layout import cut_by_elements
 from fastsync.testing import run_ranks
+from fastsync.zero.partition import cut_by_elements
 
 CAP_MB = 25.0
 

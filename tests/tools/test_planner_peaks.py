@@ -7,10 +7,10 @@ from torch import nn
 from docs.planner_peaks import Case, measured, planned, traced
 from examples.common.ranks import Group
 from fastsync.planner.formulas import adam_by_formula, transformer_of
+from fastsync.planner.group_memory import Units, unit_sizes
 from fastsync.planner.memory import peak_of, phases_of
 from fastsync.planner.strategy import Carrier, Strategy, engine_plan, named, shard_units
 from fastsync.planner.trace import trace_model, units_of
-from fastsync.planner.unit_memory import Units, unit_sizes
 from fastsync.testing import run_ranks
 
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from fastsync.plan.buckets import ParamSpec, make_plan
-from fastsync.plan.policy import BucketPolicy, SyncPolicy
+from fastsync.config.policy import BucketPolicy, SyncPolicy
 from fastsync.planner.formulas import transformer_of
 from fastsync.planner.hardware import Cluster, Link, collective_seconds, device_named, sent_bytes
 from fastsync.planner.record import ROOT
 from fastsync.planner.step_time import Compute, Job, UnitCost, from_record, job_of, simulate
 from fastsync.planner.strategy import Strategy, engine_plan, named
 from fastsync.planner.trace import trace_model
+from fastsync.reducer.buckets import ParamSpec, make_plan
 
 GATHERED = ((2.0, 1.0), (2.0, 1.0), (1.0, 5.0))  # seconds of a forward, and of its gather
 NVLINK, NET = Link(450e9, None, "nvlink", 0.82), Link(50e9, None, "net", 0.92)

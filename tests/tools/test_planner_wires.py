@@ -8,7 +8,7 @@ from docs.planner_peaks import CAP_MB, Case, measured, planned, traced
 from examples.common.ranks import Group
 from examples.common.training import make_lane
 from examples.common.variants import Variant, fast_ddp
-from fastsync.plan.policy import BucketPolicy
+from fastsync.config.policy import BucketPolicy
 from fastsync.planner.hardware import Cluster, Link, device_named
 from fastsync.planner.step_time import from_record, job_of
 from fastsync.planner.strategy import Carrier, Strategy, coded_units, engine_plan

@@ -22,7 +22,7 @@ def main():
     from torch.nn.parallel import DistributedDataParallel as Later
     holds = isinstance(model, torch.nn.parallel.distributed.DistributedDataParallel)
     wire = model._policy.wire.format if hasattr(model, "_policy") else "none"
-    kind = "FastDDP" if "fastsync.ddp" in str(type(model).__mro__) else "DDP"
+    kind = "FastDDP" if "fastsync.ddp.fast_ddp" in str(type(model).__mro__) else "DDP"
     grad = model.module.weight.grad.flatten().tolist()
     print(f"<rank {dist.get_rank()}|{kind}|{wire}|{holds}|{isinstance(model, Later)}|{grad}"
           f"|{sys.argv[1:]}|{__name__}>", flush=True)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP, RankMismatchError, Wire
-from fastsync.engine.checkpoint import VERSION, deal
-from fastsync.plan.policy import BucketPolicy
+from fastsync.config.policy import BucketPolicy
+from fastsync.reducer.sync_checkpoint import VERSION, deal
 from fastsync.wire.formats import Codec
 from tests.helpers.teams import run_ranks
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP, RankMismatchError, Wire
-from fastsync.plan.arguments import grouped
-from fastsync.plan.policy import BucketPolicy
+from fastsync.config.arguments import grouped
+from fastsync.config.policy import BucketPolicy
 from fastsync.wire.formats import FORMATS
 from tests.helpers.teams import run_ranks
 from tests.wire.test_wire import (

@@ -164,7 +164,7 @@ def test_tensors_elsewhere_or_of_other_types_are_refused(library):
 
 def test_the_device_is_checked_before_training(library):
     """No rank and no GPU needed: the check asks only where parameters are."""
-    from fastsync.front.request import Request
+    from fastsync.ddp.request import Request
 
     request = Request(torch.nn.Linear(4, 4, device="meta"), None, None, None, None)
     with pytest.raises(ValueError, match=r"'weight' is on meta, but signs-cpp .* CPU only"):

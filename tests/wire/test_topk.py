@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fastsync import FastDDP, TopK, Wire
-from fastsync.build import extension
+from fastsync._build import extension
 from tests.helpers.teams import run_ranks
 from tests.wire.test_wire import (
     constant_gradients,

@@ -317,7 +317,7 @@ def test_what_is_no_codec_is_refused():
 
 
 def test_formats_are_those_of_the_kernels():
-    from fastsync.build import extension
+    from fastsync._build import extension
 
     for name, known in FORMATS.items():
         assert extension.load().format_traits(name) == (known.block, known.bits, known.scale_bytes)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from bench.commands import accuracy
 from examples.common.ranks import CheckFailed
-from fastsync.build import extension
+from fastsync._build import extension
 from fastsync.wire.formats import FORMATS
 from tests.fuzz.random_cases.wires import BLOCK_BOUNDS
 from tests.helpers.teams import run_ranks

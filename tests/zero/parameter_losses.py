@@ -18,7 +18,7 @@ import torch.distributed as dist
 from bench.commands import curves
 from examples.common.training import rate_share
 from fastsync import FastDDP
-from fastsync.plan.arguments import PARAMETER_WIRES, grouped
+from fastsync.config.arguments import PARAMETER_WIRES, grouped
 from fastsync.testing import run_ranks
 
 NUDGED = "None, nudged"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fastsync.shard.chunks import Chunks
-from fastsync.shard.rectangles import rectangles
+from fastsync.zero.dcp_chunks import Chunks
+from fastsync.zero.rectangles import rectangles
 
 
 def elements(array, rectangle):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastsync.shard.layout import cut_by_elements, cut_by_tensors
+from fastsync.zero.partition import cut_by_elements, cut_by_tensors
 
 NUMELS = [[], [0], [1], [0, 5, 0], [17, 300, 1, 64], [16] * 7, [1000, 3], [5, 5, 5, 999, 5]]
 

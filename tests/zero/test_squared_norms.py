@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from fastsync import FastDDP
-from fastsync.engine import core
-from fastsync.plan.arguments import grouped
-from fastsync.shard.gradients import ShardedGradient
+from fastsync.config.arguments import grouped
+from fastsync.reducer import core
+from fastsync.zero.gradient_proxies import ShardedGradient
 from tests.helpers.teams import run_ranks
 
 WIDE = 601  # one weight has several blocks of squares on each rank, and one that is not whole

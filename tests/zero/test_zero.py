@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastsync import FastDDP, Zero
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 from fastsync.testing import RankError
 from tests.helpers.teams import run_ranks
 from tests.zero.zero_loops import OPTIMIZERS, STEPS, Net, batch, close, net, train, trained

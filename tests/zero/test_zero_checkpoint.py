@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 from fastsync import FastDDP
-from fastsync.shard.chunks import Chunks
+from fastsync.zero.dcp_chunks import Chunks
 from tests.helpers.teams import run_ranks
 from tests.zero.zero_checkpoints import OPTIMIZERS, STAGES, load, made, net, same, save, train
 from tests.zero.zero_loops import close

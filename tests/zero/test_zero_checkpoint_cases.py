@@ -11,8 +11,8 @@ from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from fastsync import FastDDP, Zero
-from fastsync.shard.chunks import Chunks
 from fastsync.testing import RankError
+from fastsync.zero.dcp_chunks import Chunks
 from tests.helpers.teams import run_ranks
 from tests.zero.zero_checkpoints import STAGES, Net, load, made, net, same, save, train
 

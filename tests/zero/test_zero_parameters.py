@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 
 from fastsync import FastDDP, TopK, Zero
-from fastsync.plan.arguments import PARAMETER_WIRES, grouped
+from fastsync.config.arguments import PARAMETER_WIRES, grouped
 from fastsync.testing import RankError
 from fastsync.wire.formats import FORMATS
 from tests.helpers.teams import run_ranks

@@ -11,8 +11,8 @@ from examples.common.costs import live_bytes_reader, peak_memory, shared_bytes
 from examples.common.ranks import Group
 from examples.common.training import Workload, make_lane
 from examples.common.variants import OURS, Variant, fast_ddp
-from fastsync.shard.delivery import Delivery
 from fastsync.testing import run_ranks
+from fastsync.zero.delivery import Delivery
 
 pytestmark = [
     pytest.mark.slow,

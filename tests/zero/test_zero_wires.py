@@ -10,11 +10,16 @@ import torch
 from torch import nn, optim
 
 from fastsync import FastDDP, Wire
-from fastsync.plan.arguments import grouped
-from fastsync.plan.layout import FlatLayout, outline_regions, region_layout, region_payload
-from fastsync.shard.gradients import ShardedGradient
-from fastsync.shard.layout import cut_by_elements
+from fastsync.config.arguments import grouped
+from fastsync.reducer.bucket_layout import (
+    FlatLayout,
+    outline_regions,
+    region_layout,
+    region_payload,
+)
 from fastsync.wire.formats import FORMATS
+from fastsync.zero.gradient_proxies import ShardedGradient
+from fastsync.zero.partition import cut_by_elements
 from tests.fuzz.random_cases.wires import BOUNDS
 from tests.helpers.teams import run_ranks
 from tests.wire.test_wire import Halves

@@ -5,7 +5,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 
 from fastsync import FastDDP
-from fastsync.plan.arguments import grouped
+from fastsync.config.arguments import grouped
 
 STAGES = (0, 1, 2)
 BATCH = 12  # on all ranks together

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch._dynamo  # noqa: F401  # imported by the first optimizer; once here instead of in each rank
 
-from fastsync.build import extension
+from fastsync._build import extension
 from tests.conformance.fsdp_suite.load import load_tests
 from tests.conformance.fsdp_suite.rank import run_rank
 from tests.conformance.fsdp_suite.wrappers import WRAPPERS, Suite

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import fastsync
-from fastsync.units.member import Member
-from fastsync.units.sharding import _managed, _walk
-from fastsync.units.state import State, _UnitEnd, state_of
-from fastsync.units.strand import Strand
-from fastsync.units.unit import Unit
+from fastsync.fsdp.dtype_shard import DtypeShard
+from fastsync.fsdp.fully_shard import _managed, _walk
+from fastsync.fsdp.module_hooks import State, _UnitEnd, state_of
+from fastsync.fsdp.param_group import Unit
+from fastsync.fsdp.sharded_param import ShardedParam
 
 __all__ = ["PEEKED", "let_modules_peek", "peek"]
 
@@ -41,7 +41,7 @@ class _Group:
     def _reduce_dtype(self) -> torch.dtype:
         return self._trained().reduce
 
-    def _trained(self) -> Strand:
+    def _trained(self) -> DtypeShard:
         """The strand that can get gradients."""
         (found,) = (s for s in self._unit.strands if s.dtype.is_floating_point)
         return found
@@ -58,7 +58,7 @@ class _Group:
 class _Param:
     """A member as an FSDPParam."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: ShardedParam) -> None:
         self._member = member
 
     @property

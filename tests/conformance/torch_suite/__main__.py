@@ -21,7 +21,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import torch
 import torch._dynamo  # imported by the first optimizer; once here instead of in each rank
 
-from fastsync.build import extension
+from fastsync._build import extension
 from tests.conformance.torch_suite.load import Tests, load_tests
 from tests.conformance.torch_suite.rank import run_rank
 from tests.conformance.torch_suite.record import LISTS

@@ -9,8 +9,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastsync import ReplicaPolicy, Wire
-from fastsync.plan.arguments import PARAMETER_WIRES
-from fastsync.plan.buckets import travels_coded
+from fastsync.config.arguments import PARAMETER_WIRES
+from fastsync.reducer.buckets import travels_coded
 from fastsync.wire.formats import FORMATS
 from tests.fuzz.random_cases.tree import KINDS, REAL
 from tests.fuzz.random_cases.wires import EXACT_WIRES, draw_wire

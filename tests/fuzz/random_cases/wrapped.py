@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from fastsync import FastDDP
-from fastsync.plan.arguments import grouped
-from fastsync.shard.gradients import ShardedGradient
+from fastsync.config.arguments import grouped
+from fastsync.zero.gradient_proxies import ShardedGradient
 from tests.fuzz.random_cases import drawing
 from tests.fuzz.random_cases.tree import WIDTH, Fault, loss_of
 

@@ -14,7 +14,7 @@ import torch
 import torch._dynamo  # wrapping a module would import it in each rank
 
 from docs.tables import write_table
-from fastsync.build import extension
+from fastsync._build import extension
 from tests.fuzz.random_faults.schedule import PLACES
 from tests.fuzz.random_faults.team import Runner, Tally
 

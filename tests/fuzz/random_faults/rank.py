@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import fastsync
-import fastsync.engine.engine as engine
-from fastsync.plan.arguments import grouped
-from fastsync.torch_private import TCPStore
+import fastsync.reducer.engine as engine
+from fastsync._torch import TCPStore
+from fastsync.config.arguments import grouped
 from tests.fuzz.random_faults.schedule import BEFORE, LAYERS, STEPS, WRAPPERS
 
 __all__ = ["run"]

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from fastsync import fully_shard
-from fastsync.units.state import state_of
+from fastsync.fsdp.module_hooks import state_of
 from tests.fuzz.random_cases.tree import WIDTH, Fault
 from tests.fuzz.random_units.tree import Leaf, Uses, build, modules_of
 from tests.fuzz.random_units.wires import draw_wires

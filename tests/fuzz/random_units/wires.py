@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fastsync import Wire
-from fastsync.plan.arguments import PARAMETER_WIRES
+from fastsync.config.arguments import PARAMETER_WIRES
 from fastsync.wire.formats import FORMATS
 from tests.fuzz.random_cases.wires import BOUNDS
 from tests.wire.reference_codes import by_shares

@@ -9,4 +9,4 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #define is_cuda() is_privateuseone()
-#include "units/codes.cpp"
+#include "unity/codes.cpp"

@@ -1,0 +1,182 @@
+// Python bindings of what a plan says about buckets.
+#include <pybind11/functional.h>
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "check.h"
+#include "codec/plugin_codec.h"
+#include "codec/python_codec.h"
+#include "transport/choose.h"
+
+namespace py = pybind11;
+
+namespace fastsync {
+
+kernels::Format format_named(const std::string& name) {
+  for (int i = 0; i < kernels::kFormats; ++i) {
+    const auto format = static_cast<kernels::Format>(i);
+    if (name == kernels::name_of(format)) return format;
+  }
+  throw std::invalid_argument(concat("fastsync: no wire format is named ", name));
+}
+
+namespace {
+
+engine::BucketSpec make_spec(const std::vector<std::pair<int64_t, int64_t>>& slots, int64_t numel,
+                             int64_t flags_offset, at::ScalarType dtype, bool views, bool sparse,
+                             std::optional<engine::CodedSpec> coded,
+                             std::optional<engine::ScatterSpec> scatter) {
+  engine::BucketSpec spec;
+  for (const auto& [param, offset] : slots) spec.slots.push_back({param, offset});
+  spec.flat = {numel, flags_offset, dtype, views};
+  spec.sparse = sparse;
+  spec.coded = std::move(coded);
+  spec.scatter = std::move(scatter);
+  return spec;
+}
+
+void bind_coded(py::module_& m) {
+  using engine::CodedSpec;
+  py::class_<CodedSpec>(m, "CodedSpec")
+      .def(py::init<>())
+      .def_property(
+          "format", [](const CodedSpec& spec) { return kernels::name_of(spec.format); },
+          [](CodedSpec& spec, const std::string& name) { spec.format = format_named(name); })
+      .def(
+          "use_codec",
+          [](CodedSpec& spec, py::object codec) {
+            spec.codec = engine::make_python_codec(std::move(codec));
+          },
+          py::arg("codec"))
+      .def(
+          "use_plugin",
+          [](CodedSpec& spec, uintptr_t table) {
+            // NOLINTNEXTLINE: the address that the library's entry returned
+            spec.codec = engine::make_plugin_codec(reinterpret_cast<const fastsync_codec*>(table));
+          },
+          py::arg("table"))
+      .def(
+          "lay_out",
+          [](CodedSpec& spec, int64_t pieces, int64_t chunk_numel, int64_t coded_bytes,
+             int64_t flags_offset, int64_t flags_per_chunk, int64_t chunk_bytes) {
+            spec.pieces = pieces;
+            spec.chunk_numel = chunk_numel;
+            spec.coded_bytes = coded_bytes;
+            spec.flags_offset = flags_offset;
+            spec.flags_per_chunk = flags_per_chunk;
+            spec.chunk_bytes = chunk_bytes;
+          },
+          py::arg("pieces"), py::arg("chunk_numel"), py::arg("coded_bytes"),
+          py::arg("flags_offset"), py::arg("flags_per_chunk"), py::arg("chunk_bytes"))
+      .def_readwrite("kept", &CodedSpec::kept)
+      .def_readwrite("gather", &CodedSpec::gather)
+      .def_readwrite("node_ranks", &CodedSpec::node_ranks)
+      .def_readwrite("node_rank", &CodedSpec::node_rank)
+      .def_readwrite("nodes", &CodedSpec::nodes)
+      .def_readwrite("node", &CodedSpec::node)
+      .def_readwrite("error_feedback", &CodedSpec::error_feedback)
+      .def_readwrite("stochastic", &CodedSpec::stochastic)
+      .def_readwrite("seed", &CodedSpec::seed);
+}
+
+// Faces as Python holds them, with the number of references that the Python object of each has
+// without other holders.
+class FaceList {
+ public:
+  FaceList(py::list faces, std::vector<at::Tensor>& tensors) : faces_(std::move(faces)) {
+    for (const py::handle face : faces_) tensors.push_back(face.cast<at::Tensor>());
+    for (size_t i = 0; i < tensors.size(); ++i) references_.push_back(references(i));
+  }
+  FaceList(const FaceList&) = delete;
+  FaceList& operator=(const FaceList&) = delete;
+  ~FaceList() {
+    const py::gil_scoped_acquire gil;
+    faces_.release().dec_ref();
+  }
+
+  bool is_held(size_t index) const { return references(index) > references_[index]; }
+
+ private:
+  Py_ssize_t references(size_t index) const {
+    return Py_REFCNT(PyList_GET_ITEM(faces_.ptr(), static_cast<Py_ssize_t>(index)));
+  }
+
+  py::list faces_;
+  std::vector<Py_ssize_t> references_;
+};
+
+std::shared_ptr<engine::ShardedGradients> make_sharded_gradients(
+    const at::Tensor& shard, const py::list& faces, std::function<void(size_t)> release) {
+  auto made = std::make_shared<engine::ShardedGradients>();
+  made->shard = shard;
+  const auto list = std::make_shared<FaceList>(faces, made->faces);
+  made->pending.resize(made->faces.size());
+  made->is_held = [list](size_t index) { return list->is_held(index); };
+  made->release = std::move(release);
+  return made;
+}
+
+void bind_shards(py::module_& m) {
+  using engine::ScatterSpec;
+  using engine::ShardedGradients;
+  py::class_<ShardedGradients, std::shared_ptr<ShardedGradients>>(m, "ShardedGradients")
+      .def(py::init(&make_sharded_gradients), py::arg("shard"), py::arg("faces"),
+           py::arg("release"))
+      .def(
+          "set_face",
+          [](ShardedGradients& self, size_t index, const at::Tensor& face) {
+            self.faces.at(index) = face;
+          },
+          py::arg("index"), py::arg("face"))
+      .def(
+          "pending",
+          [](const ShardedGradients& self, size_t index) -> std::optional<at::Tensor> {
+            const at::Tensor& pending = self.pending.at(index);
+            return pending.defined() ? std::optional(pending) : std::nullopt;
+          },
+          py::arg("index"))
+      .def(
+          "set_pending",
+          [](ShardedGradients& self, size_t index, const std::optional<at::Tensor>& pending) {
+            self.pending.at(index) = pending.value_or(at::Tensor());
+          },
+          py::arg("index"), py::arg("pending"));
+  py::class_<engine::GradientSquares>(m, "GradientSquares")
+      .def_readonly("owned", &engine::GradientSquares::owned)
+      .def_readonly("common", &engine::GradientSquares::common)
+      .def_readonly("wide", &engine::GradientSquares::wide)
+      .def_readonly("tensors", &engine::GradientSquares::tensors)
+      .def_readonly("spread", &engine::GradientSquares::spread)
+      .def_readonly("all_spread", &engine::GradientSquares::all_spread);
+  py::class_<ScatterSpec>(m, "ScatterSpec")
+      .def(py::init([](std::shared_ptr<ShardedGradients> gradients, std::vector<size_t> members,
+                       int64_t first, std::array<int64_t, 4> layout) {
+             const auto [chunks, mine, numel, flags] = layout;
+             return ScatterSpec{
+                 std::move(gradients), std::move(members), first, {chunks, mine, numel, flags}, {}};
+           }),
+           py::arg("gradients"), py::arg("members"), py::arg("first"), py::arg("layout"))
+      .def(
+          "add_part",
+          [](ScatterSpec& spec, size_t slot, int64_t chunk, int64_t begin, int64_t numel,
+             int64_t place) { spec.parts.push_back({slot, chunk, begin, numel, place}); },
+          py::arg("slot"), py::arg("chunk"), py::arg("begin"), py::arg("numel"), py::arg("place"));
+}
+
+}  // namespace
+
+void bind_specs(py::module_& m) {
+  bind_coded(m);
+  bind_shards(m);
+  py::class_<engine::BucketSpec>(m, "BucketSpec")
+      .def(py::init(&make_spec), py::arg("slots"), py::arg("numel"), py::arg("flags_offset"),
+           py::arg("dtype"), py::arg("views"), py::arg("sparse"), py::arg("coded") = py::none(),
+           py::arg("scatter") = py::none());
+}
+
+}  // namespace fastsync

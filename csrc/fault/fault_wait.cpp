@@ -1,0 +1,456 @@
+// How a rank waits for the others: which faults it looks for, which ranks it blames, and what it
+// reports. See fault_watch.h.
+#include <algorithm>
+#include <cstdio>
+#include <numeric>
+#include <set>
+#include <thread>
+
+#include "check.h"
+#include "fault/backend_error.h"
+#include "fault/fault_watch.h"
+
+namespace fastsync::engine {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kSlice{50};         // between two looks at the others
+constexpr milliseconds kAnswers{300};      // for the answers to a question
+constexpr milliseconds kLastAnswers{900};  // likewise, if none has come
+// A collective may still arrive after the end of a rank that had sent all of its part.
+constexpr milliseconds kDeathGrace{100};
+constexpr milliseconds kIssuedGrace{5000};  // it had issued the collective before it left
+// If only the connections between watches are lost, collectives may still arrive.
+constexpr milliseconds kLostGrace{5000};
+constexpr milliseconds kUnheard{500};     // likewise, if the system can tell more
+constexpr milliseconds kWordsLeave{100};  // at most, until a rank's message is sent
+constexpr int kDistance = 3;              // each warning comes so many times later
+constexpr size_t kMostNamed = 8;
+
+double seconds_of(FaultWatch::Clock::duration time) {
+  return std::chrono::duration<double>(time).count();
+}
+
+std::string rounded(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", seconds);
+  return text;
+}
+
+// An ended rank may not have sent the data of collectives that it had issued.
+Wanted anything_of(Wanted wanted) {
+  wanted.issued = kUncounted;
+  return wanted;
+}
+
+std::string join(const std::vector<std::string>& parts, const char* between) {
+  std::string result;
+  for (const std::string& part : parts) result += (result.empty() ? "" : between) + part;
+  return result;
+}
+
+}  // namespace
+
+// Returns the ended ranks that count as faults by now.
+std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted, Clock::duration grace,
+                                                  bool with_lost) const {
+  std::vector<Report> first;
+  std::vector<Report> secondary;
+  if (!disturbed_) return first;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [rank, report] : ends_) {
+    const auto since = Clock::now() - report.came;
+    const bool missing = lacks(report.news, wanted);
+    if (report.news.kind == News::Kind::kGaveUp) {
+      const bool parted = report.news.issued == kUncounted;
+      if ((missing || parted) && since >= 2 * grace) secondary.push_back(report);
+    } else if (is_hearsay(report.news.kind)) {
+      const bool counts = with_lost || report.news.kind != News::Kind::kLost;
+      if (since >= grace && counts) first.push_back(report);
+    } else if (missing || since >= kIssuedGrace) {
+      first.push_back(report);
+    }
+  }
+  return first.empty() ? secondary : first;
+}
+
+// Returns the late ranks to blame. A waiting rank is blamed only if no other rank is late: it is
+// late because of another one. A rank that has given up counts as ended, not as late: it has said
+// which ranks it waited for. If all ranks have issued the collective, the cause is a rank whose
+// codec runs for long, or a rank that lacks a later collective of this rank: collectives of several
+// buckets take turns.
+std::vector<FaultWatch::Report> FaultWatch::late(const Wanted& wanted) const {
+  std::vector<Report> causes;
+  std::vector<Report> coding;
+  std::vector<Report> waiting;
+  std::vector<Report> behind;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Wanted newest = newest_of(wanted);
+  for (const auto& [rank, report] : late_) {
+    const auto end = ends_.find(rank);
+    const bool gave_up = end != ends_.end() && end->second.news.kind == News::Kind::kGaveUp;
+    if (!wants(wanted, rank) || gave_up) continue;
+    const bool waits_too = waits(report.news, wanted);
+    if (report.news.kind == News::Kind::kSilent) {
+      causes.push_back(report);
+    } else if (is_counted(wanted) && codes_long(report.news, wanted)) {
+      coding.push_back(report);
+    } else if (is_counted(wanted) && lacks(report.news, wanted)) {
+      (waits_too ? waiting : causes).push_back(report);
+    } else if (is_counted(wanted) && lacks(report.news, newest) && !waits_too) {
+      behind.push_back(report);
+    }
+  }
+  for (auto* const some : {&causes, &coding, &waiting}) {
+    if (!some->empty()) return *some;
+  }
+  return behind;
+}
+
+// Under `mutex_`. Returns `wanted` extended to all collectives that this rank has issued.
+Wanted FaultWatch::newest_of(Wanted wanted) const {
+  if (is_counted(wanted) && wanted.model < models_.size()) {
+    const int64_t issued = models_[wanted.model].progress->now().issued;
+    wanted.issued = std::max(wanted.issued, issued);
+  }
+  return wanted;
+}
+
+void FaultWatch::ask(const Wanted& wanted) {
+  News question{News::Kind::kAsked, rank_, static_cast<int64_t>(wanted.model), 0, {}, ""};
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    late_.clear();
+    question.issued = newest_of(wanted).issued;
+  }
+  tell(question);
+  answer(question);
+}
+
+void FaultWatch::wait(const Wanted& wanted, const std::function<bool(milliseconds)>& arrives) {
+  const auto start = Clock::now();
+  Patience patience = new_patience();
+  while (!arrives(kSlice)) {
+    try {
+      interpreter_.check_signals();
+    } catch (...) {
+      interrupted_ = true;
+      throw;
+    }
+    look(wanted, seconds_of(Clock::now() - start), patience);
+  }
+}
+
+// Looks for neighbours that have ended. A rank that ends before it is connected has no connection
+// that closes, so silent neighbours are checked, too, after `unheard`. Returns whether another end
+// is to be expected: a connection has closed, and its process still lives.
+bool FaultWatch::find_ended(Clock::duration unheard) {
+  std::vector<int64_t> doubtful;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [rank, neighbour] : neighbours_) {
+      const bool silent = Clock::now() - neighbour.heard >= unheard;
+      if ((neighbour.closed || silent) && is_here(rank)) doubtful.push_back(rank);
+    }
+  }
+  for (const int64_t rank : doubtful) find_end(rank, /*lost=*/false);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(doubtful.begin(), doubtful.end(), [&](int64_t rank) {
+    return neighbours_[rank].closed && ends_.count(rank) == 0;
+  });
+}
+
+void FaultWatch::look(const Wanted& wanted, double waited, Patience& patience) {
+  const auto fault = find_fault(wanted, wanted, waited, patience);
+  if (fault) raise(*fault);
+}
+
+std::optional<Fault> FaultWatch::find_fault(const Wanted& wanted, const Wanted& newest,
+                                            double waited, Patience& patience) {
+  find_ended(kUnheard);
+  const bool long_ago = waited >= seconds_of(kLostGrace);
+  const std::vector<Report> gone = ended(newest, kDeathGrace, long_ago);
+  if (!gone.empty()) return fault_of(gone, wanted, waited, "");
+  if (auto alone = find_evaluation(wanted, waited)) return alone;
+  if (waited >= patience.next && !patience.asked) {
+    ask(wanted);
+    patience.asked = true;
+  } else if (patience.asked && waited >= patience.next + seconds_of(kAnswers)) {
+    const bool at_last = waited >= patience.next + seconds_of(kLastAnswers);
+    if (warn(wanted, waited, at_last)) patience = {patience.next * kDistance};
+  }
+  return std::nullopt;
+}
+
+// Finds an evaluation on one rank alone: a neighbour has issued collectives of an evaluation that
+// this rank has not, or the other way around. Their collectives no longer match, and both would
+// wait forever.
+std::optional<Fault> FaultWatch::find_evaluation(const Wanted& wanted, double waited) const {
+  int64_t alone = -1;
+  int64_t other = -1;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (wanted.model >= models_.size()) return std::nullopt;
+    const Progress& own = *models_[wanted.model].progress;
+    for (const auto& [rank, neighbour] : neighbours_) {
+      if (wanted.model >= neighbour.standings.size()) continue;
+      const Evaluated theirs = Evaluated::of(neighbour.standings[wanted.model].evaluated);
+      const int64_t ours = own.evaluated_of(theirs.issued);
+      if (ours < 0 || ours == static_cast<int64_t>(theirs.count)) continue;
+      const bool is_this = ours > static_cast<int64_t>(theirs.count);
+      alone = is_this ? rank_ : rank;
+      other = is_this ? rank : rank_;
+      break;
+    }
+  }
+  if (alone < 0) return std::nullopt;
+  Fault fault;
+  fault.ranks = {alone};
+  fault.reason = "evaluates alone";
+  fault.text = concat(
+      "fastsync: rank ", alone, " evaluates while rank ", other, " trains: rank ", alone,
+      " has run a forward without gradients, which gathers parameters from every rank, and rank ",
+      other, " has not. Rank ", rank_, " waited ", rounded(waited), " in ", wanted.place,
+      ". Either have every rank evaluate, or get a whole copy first, on every rank: "
+      "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+      "options=StateDictOptions(full_state_dict=True)), and load it into a model that is not "
+      "wrapped.");
+  fault.seconds = waited;
+  fault.parts = true;
+  return fault;
+}
+
+// Throws once a rank is known to have ended. Waits for a moment, and longer if an end is to be
+// expected.
+void FaultWatch::await_end(const Wanted& wanted, const std::string& error, double waited) {
+  const auto start = Clock::now();
+  milliseconds patience = tells_of_death(error) ? kIssuedGrace : kAnswers;
+  for (Clock::duration passed{}; passed < patience; passed = Clock::now() - start) {
+    // A rank's exit reason, if it sent one, arrives before its end is noticed.
+    const bool silence_tells = passed >= kDeathGrace;
+    if (find_ended(silence_tells ? Clock::duration{} : kUnheard)) patience = kIssuedGrace;
+    std::vector<Report> gone = ended(wanted, Clock::duration{});
+    if (gone.empty() && silence_tells) gone = ended(anything_of(wanted), Clock::duration{});
+    const bool known = !gone.empty() && gone.front().news.kind != News::Kind::kGaveUp;
+    if (known) raise(fault_of(gone, wanted, waited, error));
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+}
+
+void FaultWatch::explain(const Wanted& wanted, const std::string& error, double waited) {
+  if (!delivered_) check_agreement();  // the error follows from aborted communicators
+  if (!is_networks(error)) return;
+  ask(wanted);
+  await_end(wanted, error, waited);
+  std::vector<Report> found = ended(anything_of(wanted), Clock::duration{});
+  const bool knows = !found.empty() && found.front().news.kind != News::Kind::kGaveUp;
+  // A rank whose timeout has passed closes its connections; to ranks whose timeout has not, that
+  // looks like a death.
+  if (!knows && (tells_of_time(error) || waited >= options_.warn_after)) {
+    std::vector<Report> causes = late(wanted);
+    if (!causes.empty()) found = std::move(causes);
+  }
+  if (!found.empty()) raise(fault_of(found, wanted, waited, error));
+}
+
+void FaultWatch::check_agreement() {
+  if (!failed_) return;
+  Fault fault = first_fault();
+  if (delivered_.exchange(true)) {
+    fault.text =
+        concat("an earlier step has failed, so that the ranks no longer agree: ", fault.text);
+  }
+  interpreter_.raise(fault);
+}
+
+std::vector<std::pair<int64_t, std::string>> FaultWatch::gone() const {
+  std::vector<std::pair<int64_t, std::string>> ranks;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [rank, report] : ends_) {
+    const bool is_certain =
+        !is_hearsay(report.news.kind) || Clock::now() - report.came >= kDeathGrace;
+    if (is_certain) ranks.emplace_back(rank, describe(report.news, nullptr, {}, nullptr));
+  }
+  return ranks;
+}
+
+// Returns the first expected rank that waits and is not late itself, in the order of
+// `wanted.ranks`; this rank if all of them are late.
+int64_t FaultWatch::speaker_of(const Wanted& wanted, const std::vector<Report>& late) const {
+  std::vector<int64_t> ranks = wanted.ranks;
+  if (ranks.empty()) {
+    ranks.resize(members_.size());
+    std::iota(ranks.begin(), ranks.end(), 0);
+  }
+  for (const int64_t rank : ranks) {
+    const bool is_late = std::any_of(late.begin(), late.end(), [rank](const Report& report) {
+      return report.news.about == rank;
+    });
+    if (!is_late) return rank;
+  }
+  return rank_;
+}
+
+// Prints the warning of all waiting ranks, on one of them. Returns whether the time for it has
+// come: if no rank is known to be late, not before `at_last`.
+bool FaultWatch::warn(const Wanted& wanted, double waited, bool at_last) const {
+  std::vector<Report> reports = late(wanted);
+  if (reports.empty()) reports = ended(wanted, Clock::duration{});  // lost ones may have sent
+  if (reports.empty() && !at_last) return false;
+  if (speaker_of(wanted, reports) != rank_) return true;
+  std::string text = concat("fastsync: rank ", rank_, " has waited ", rounded(waited));
+  text += concat(" in ", wanted.place, "\n");
+  for (size_t i = 0; i < std::min(reports.size(), kMostNamed); ++i) {
+    text += concat("fastsync:   ", words_for(reports[i].news, wanted.model), "\n");
+    if (reports[i].news.kind == News::Kind::kLate) text += reports[i].news.text;
+  }
+  if (reports.size() > kMostNamed) {
+    text += concat("fastsync:   and ", reports.size() - kMostNamed, " more ranks\n");
+  }
+  if (reports.empty() && is_counted(wanted)) {
+    text += "fastsync:   no rank says that it is late: the network or the backend is slow\n";
+  }
+  std::fputs(text.c_str(), stderr);
+  return true;
+}
+
+Fault FaultWatch::fault_of(const std::vector<Report>& reports, const Wanted& wanted, double waited,
+                           const std::string& error) const {
+  const News& first = reports.front().news;
+  Fault fault;
+  std::vector<std::string> descriptions;
+  std::string stacks;
+  std::set<int64_t> ranks;
+  for (const Report& report : reports) {
+    const std::vector<int64_t> causes = causes_of(report.news, rank_);
+    ranks.insert(causes.begin(), causes.end());
+    if (descriptions.size() == kMostNamed) continue;
+    descriptions.push_back(words_for(report.news, wanted.model));
+    if (report.news.kind == News::Kind::kLate && !report.news.text.empty()) {
+      stacks += concat("\nRank ", report.news.about, ":\n", report.news.text);
+    }
+  }
+  fault.ranks.assign(ranks.begin(), ranks.end());
+  if (reports.size() > kMostNamed) {
+    descriptions.push_back(concat(reports.size() - kMostNamed, " more ranks likewise"));
+  }
+  fault.text =
+      concat("fastsync: ", join(descriptions, "; "), ". Rank ", rank_, " waited ", rounded(waited),
+             " in ", wanted.place, ". ", remedy_for(first.kind, wanted.joins), ".",
+             error.empty() ? "" : concat(" (The backend says: ", error, ")"), stacks);
+  size_t model = wanted.model;
+  const Standing* at = standing_of(first, model);
+  fault.phase = at == nullptr ? "" : name_of(at->phase);
+  fault.bucket = wanted.bucket;
+  fault.parameters = wanted.parameters;
+  fault.seconds = waited;
+  fault.reason = first.kind == News::Kind::kLate ? "is late" : first.text;
+  return fault;
+}
+
+void FaultWatch::raise(const Fault& fault) {
+  give_up(fault);
+  delivered_ = true;
+  interpreter_.raise(fault);
+  throw std::runtime_error(fault.text);
+}
+
+Fault FaultWatch::first_fault() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return fault_;
+}
+
+// Announces the fault now: a script may catch the error and end normally, and the other ranks would
+// then find a rank that ended without a reason.
+bool FaultWatch::give_up(const Fault& fault) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (failed_) return false;
+    fault_ = fault;
+    failed_ = true;
+  }
+  if (survives_) return true;
+  tell({News::Kind::kGaveUp, rank_, 0, fault.parts ? kUncounted : 0, standings(),
+        concat("SyncFault: ", fault.text.substr(0, fault.text.find('\n'))), fault.ranks});
+  peers_.flush(kWordsLeave);
+  return true;
+}
+
+std::string FaultWatch::words_for(const News& news, size_t model) const {
+  const Standing* at = standing_of(news, model);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (model >= models_.size()) return describe(news, at, {}, nullptr);
+  const Standing mine = models_[model].progress->now();
+  // A host that does not wait may be in a later step than the ranks that have reported.
+  return describe(news, at, models_[model].names, follows_ ? nullptr : &mine);
+}
+
+// -- on devices --
+
+DeviceMonitor::Listener FaultWatch::device_listener() {
+  DeviceMonitor::Listener listener;
+  listener.patience = [this] { return new_patience(); };
+  listener.is_troubled = [this] { return is_troubled(); };
+  listener.find = [this](const DeviceMonitor::Pending& pending) { return find_on_device(pending); };
+  listener.is_known_to_script = [this] { return is_known_to_script(); };
+  listener.end_process = [this] { end_process(); };
+  return listener;
+}
+
+void FaultWatch::follow(DeviceMonitor::Ended ended, DeviceMonitor::What what) {
+  if (survives_ || process_ != getpid()) return;
+  follows_ = true;
+  monitor_.follow(std::move(ended), std::move(what));
+}
+
+void FaultWatch::add_communicator(comm::Communicator communicator) {
+  if (communicator.abort) monitor_.add(std::move(communicator));
+}
+
+bool FaultWatch::is_troubled() {
+  find_ended(kUnheard);
+  return disturbed_ || failed_;
+}
+
+bool FaultWatch::find_on_device(const DeviceMonitor::Pending& pending) {
+  if (failed_) return true;
+  const auto& [oldest, newest, seconds, overdue, patience] = pending;
+  auto fault = find_fault(oldest, newest, seconds, patience);
+  if (!fault && overdue) fault = find_overdue(oldest, seconds, patience);
+  if (!fault) return false;
+  if (give_up(*fault)) std::fputs((fault->text + "\n").c_str(), stderr);
+  return true;
+}
+
+// Blames the late ranks just before the timeout of a backend, which would end this process and
+// report less.
+std::optional<Fault> FaultWatch::find_overdue(const Wanted& wanted, double waited,
+                                              Patience& patience) {
+  if (patience.last_asked == 0) {
+    ask(wanted);
+    patience.last_asked = waited;
+  }
+  if (waited < patience.last_asked + seconds_of(kAnswers)) return std::nullopt;
+  const std::vector<Report> reports = late(wanted);
+  if (reports.empty()) return std::nullopt;
+  return fault_of(reports, wanted, waited, "");
+}
+
+// A script that is leaving counts, too: it comes back by itself.
+bool FaultWatch::is_known_to_script() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return delivered_ || left_;
+}
+
+void FaultWatch::end_process() const {
+  const std::string stuck = stack(main_thread_);
+  const std::string text =
+      concat("fastsync: rank ", rank_, " ends: its script has not come back from where it waits, ",
+             "or computes, since this was found: ", first_fault().text, "\n", stuck);
+  std::fputs(text.c_str(), stderr);
+  std::fflush(stderr);
+  _exit(1);
+}
+
+}  // namespace fastsync::engine

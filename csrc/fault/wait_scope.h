@@ -1,0 +1,48 @@
+// A place where Python brings all ranks together: a collective, a rendezvous, the creation of a
+// process group.
+//
+// All ranks of a group reach the same places in the same order, so a rank that has reached fewer of
+// them is late.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fault/fault_watch.h"
+
+namespace fastsync::engine {
+
+class Visit {
+ public:
+  enum class Kind : int64_t {
+    kTogether,  // this rank waits for the others, each of which comes here, too
+    kWrapping,  // this rank wraps a model, and waits now and then
+    kApart,     // this rank may wait; others need not come here as often
+  };
+
+  // Enters the place that errors call `place`. `ranks`: the expected ones; empty: all.
+  Visit(std::shared_ptr<FaultWatch> watch, Kind kind, const std::string& place,
+        std::vector<int64_t> ranks);
+
+  // Checks the other ranks, called from time to time: throws if one has ended, warns of late ones.
+  void look();
+  // Throws if it is known which rank caused `error`, with which the backend has failed.
+  void explain(const std::string& error);
+  // Leaves the place. `came`: the visit counts. It does not if the place has failed for a reason of
+  // its own, which is the same on all ranks.
+  void end(bool came);
+
+ private:
+  double waited() const;
+
+  std::shared_ptr<FaultWatch> watch_;
+  Kind kind_;
+  Wanted wanted_;
+  Patience patience_;
+  Phase before_;
+  FaultWatch::Clock::time_point since_;
+};
+
+}  // namespace fastsync::engine

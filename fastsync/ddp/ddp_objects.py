@@ -1,0 +1,208 @@
+"""Objects that DistributedDataParallel's Python front drives, answered by our engine.
+
+The front (argument checks, initial broadcast, forward, no_sync, join) stays torch's. It drives its
+engine through `self.reducer` and `self.logger`; these two classes stand there. Method names are
+torch's, hence private.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastsync._torch import GradBucket
+from fastsync.ddp.logging_data import LoggingData, StepLogger, WrapFacts, construction_data
+from fastsync.reducer.engine import Engine
+from fastsync.reducer.monitor import awaited
+from fastsync.timeline.recorder import Recorder
+from fastsync.zero.gradient_norms import Holders
+from fastsync.zero.optimizer_checkpoint import OptimizerCheckpoint
+from fastsync.zero.sharded_optimizer import ShardedOptimizers
+
+__all__ = ["DDPLogger", "DDPReducer", "in_lockstep"]
+
+
+class DDPReducer:
+    """Replacement for torch's `torch.distributed.Reducer`.
+
+    Args:
+        in_lockstep: whether all ranks have their forwards in common, as under join(). Then each of
+            them synchronises.
+        sharded: optimizers whose state the ranks share; None where each has all of it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        logger: DDPLogger,
+        recorder: Recorder | None,
+        in_lockstep: Callable[[], bool],
+        sharded: ShardedOptimizers | None = None,
+    ) -> None:
+        self.engine = engine
+        self.sharded = sharded
+        self.recorder = recorder
+        self._logger = logger
+        self._initial_world = engine.group.size()
+        self._in_lockstep = in_lockstep
+        self._syncs = False
+
+    def optimizers(self, module: nn.Module) -> OptimizerCheckpoint:
+        """Return the part of checkpoints that concerns the optimizers of `module`, which was
+        wrapped.
+        """
+        return OptimizerCheckpoint(self.engine, module, self.sharded)
+
+    def holders(self) -> Holders:
+        """Return the objects that hold gradients between a backward and a step."""
+        sharers = None if self.sharded is None else self.sharded.sharers
+        return Holders(self.engine.core, sharers)
+
+    def await_buffers(self, exchange: Callable[[], object]) -> None:
+        """Let this rank wait for others by `exchange`."""
+        self.engine.core.await_buffers(exchange)
+
+    def prepare_for_forward(self) -> None:
+        """Let the forward that `_rebuild_buckets` comes with synchronise."""
+        self._syncs = True
+
+    def _rebuild_buckets(self) -> bool:
+        """Prepare a step. torch calls it before every forward, and under join() without inputs."""
+        syncs, self._syncs = self._syncs or self._in_lockstep(), False
+        if self.engine.core.recomputes():
+            return False  # the forward that a checkpoint runs again has prepared its step
+        if syncs:
+            return self.engine.before_forward()
+        self.engine.before_local_forward()
+        return False
+
+    def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Make the next backward synchronise; called by scripts and libraries.
+
+        Args:
+            outputs: which parameters it reaches is seen as it runs, so they are not looked at.
+        """
+        self.engine.announce_backward()
+
+    def _delay_all_reduce(self) -> None:
+        """Do nothing: the first backward of a static graph has averaged when it ends."""
+
+    def _set_static_graph(self) -> None:
+        self.engine.core.set_static_graph()
+
+    def _set_forward_pass_work_handle(self, work: dist.Work, use_initial_world_size: bool) -> None:
+        """Set the divisor from `work`, which counts the ranks that have not run out of inputs."""
+        awaited(self.engine.group, "the count of ranks in join()", work)
+        active = int(work.result()[0].item())
+        divisor = self._initial_world if use_initial_world_size else active
+        self.engine.core.set_divisor(float(divisor))
+
+    def _push_all_rebuilt_params(self) -> None:
+        """Do nothing: plans are made from rank 0's order."""
+
+    def _check_reducer_finalized(self) -> None:
+        if self.engine.core.backward_running():
+            raise RuntimeError(
+                "Expected to have finished reduction in the prior iteration: the last backward "
+                "stopped half-way"
+            )
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Sum the bucket; hooks that divide on their own call this."""
+        group = self.engine.group
+        future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+        summed: torch.futures.Future[torch.Tensor] = future.then(lambda done: done.value()[0])
+        return summed
+
+    def _set_optimizer_in_backward(self) -> None:
+        """Do nothing: its hook drops the gradients itself."""
+
+    def _install_post_backward_futures(
+        self, futures: Sequence[torch.futures.Future[object]]
+    ) -> None:
+        """Waited for at the end of the next synchronised backward."""
+        self.engine.core.at_end(lambda: torch.futures.wait_all(list(futures)))
+
+    def _remove_autograd_hooks(self) -> None:
+        self.engine.core.detach_hooks()
+
+    def _reset_state(self) -> None:
+        """Do nothing: switching the group resets the reducer."""
+
+    def _update_process_group(self, group: dist.ProcessGroup) -> None:
+        if self.sharded is not None:
+            raise ValueError(
+                "the state of optimizers is spread over the ranks of the old process group: wrap "
+                "the model again, or use zero=0"
+            )
+        self.engine.use_group(group)
+
+    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+        self._logger.steps.rate = rate
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """Return how many ranks used each parameter in the last synchronised step."""
+        counts = zip(self.engine.params, self.engine.core.used_counts(), strict=False)
+        trained = [count for param, count in counts if param.tensor.requires_grad]
+        return torch.tensor(trained, dtype=torch.int32, device=self.engine.params[0].tensor.device)
+
+    def _ddp_graph_static(self) -> bool:
+        """Return whether every step so far used the same parameters."""
+        return self.engine.core.last_step()["same_so_far"]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"FastDDP's reducer has no {name!r}: that part of DistributedDataParallel is not "
+            "supported"
+        )
+
+
+def in_lockstep(model: weakref.ref[Any]) -> bool:
+    """Return whether all ranks have all forwards in common: under join(), and under no_sync()."""
+    alive = model()
+    joins = alive is not None and alive._join_config.enable
+    return alive is not None and bool(joins or alive._engine.policy.reduces_always)
+
+
+class DDPLogger:
+    """Replacement for torch's `torch.distributed.Logger`."""
+
+    def __init__(self, engine: Engine, facts: WrapFacts) -> None:
+        self._engine = engine
+        self._data = construction_data(facts, engine)
+        find_unused = facts.find_unused_parameters and not facts.static_graph
+        self.steps = StepLogger(self._data, engine, find_unused)
+        self._last_error = ""
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Log the last step, at the start of a forward that will synchronise."""
+        self.steps.before_forward()
+
+    def _set_static_graph(self) -> None:
+        self._data.ints_map["static_graph"] = 1
+
+    def _set_comm_hook_name(self, name: str) -> None:
+        self._data.strs_map["comm_hook"] = name
+
+    def _set_uneven_input_join(self) -> None:
+        self._data.ints_map["join_uneven_inputs"] = 1
+
+    def set_error_and_log(self, message: str) -> None:
+        """Note an error that is raised next."""
+        self._data.ints_map["has_error"] = 1
+        self._data.ints_map["iteration"] = self.steps.iteration
+        self._data.strs_map["error"] = message
+
+    def _get_ddp_logging_data(self) -> LoggingData:
+        step = self._engine.core.last_step()
+        if step["error"] != self._last_error:
+            self._last_error = step["error"]
+            self.set_error_and_log(self._last_error)
+        if step["used"]:
+            self._data.ints_map["can_set_static_graph"] = int(step["same_so_far"])
+        return self._data

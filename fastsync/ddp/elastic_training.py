@@ -1,0 +1,444 @@
+"""A training that survives deaths of ranks: `FastDDP(model, faults=Faults(elastic=True))`.
+
+csrc/reducer/reducer_elastic.cpp says when a step is committed, what each rank keeps until then, and
+what differs on GPUs; fastsync/faults/survivors.py how the survivors agree. One death, with four
+ranks:
+
+1. Rank 2 is killed in its backward of step 7. Rank 0 and 1 wait there for its gradients, rank 3
+   still computes. The fault watch tells all of them within a tenth of a second.
+2. Ranks 0 and 1 meet in epoch 1. So does rank 3, when it has got to the end of its backward, or
+   cannot send a bucket. None of them has all averages of step 7, so no rank can have used any.
+3. They restore their own gradients of step 7, and make a group of their own, whose rank 0 tells the
+   order of the buckets. Over that group they open a fault watch, share memory, plan, and tell each
+   other through the store that they have: from then on the new watch tells of every death.
+4. They average step 7 again, over three ranks. backward() returns.
+
+Had rank 2 died later, in its vote, the survivors might all have had the averages of step 7. They
+would have used those: rank 2 may have used them, too, and saved its weights.
+
+With `zero`, they share the state of optimizers anew before they tell each other through the store:
+fastsync/zero/neighbour_copies.py.
+fastsync/ddp/rejoin.py says how rank 2 comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+from torch import nn
+
+from fastsync._torch import (
+    break_group,
+    connect_group,
+    group_timeout,
+    is_gloo,
+    keep_for_good,
+    make_group,
+    renewed_backend,
+    set_group_timeout,
+)
+from fastsync.config.elastic_policy import ElasticPolicy
+from fastsync.ddp.ddp_objects import DDPReducer
+from fastsync.ddp.elastic_limits import unfit
+from fastsync.ddp.rank_identity import RankIdentity
+from fastsync.ddp.skipping import SkippingDDP
+from fastsync.faults.survivors import Decision, Standing, Survivors
+from fastsync.faults.sync_fault import SyncFault
+from fastsync.reducer.engine import Engine
+from fastsync.reducer.monitor import watch_of, watched_call
+from fastsync.zero.neighbour_copies import Neighbours
+from fastsync.zero.sharded_optimizer import ShardedOptimizers
+
+if TYPE_CHECKING:
+    from fastsync.reducer.core import FaultWatch, Reducer
+
+__all__ = ["Elastic", "ElasticDDP", "Membership"]
+
+_log = logging.getLogger("fastsync")
+_FAILS, _TAKES, _AGAIN = 0, 1, 2  # as csrc/reducer/survival.h numbers verdicts
+_CERTAINTY = 2.0  # seconds until a death that a backend's error tells of is known to the watch
+_PATIENCE = timedelta(seconds=10)  # for each collective of ranks that rebuild
+_PAUSE = 0.01
+_CONNECTING = "the connecting of the ranks that are left"
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The ranks that train, and since when.
+
+    Attributes:
+        rank: this one's place among them, from 0.
+        ranks: those of the start that are left or have come back, as they were counted then; and
+            those that have joined since, whose numbers follow.
+        epoch: 0 at the start; each death makes a later one, and so do ranks that come back or join.
+        since: the first step, from 1, whose averages are theirs alone.
+        group: their process group. That of the start is broken once a rank has died.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    epoch: int
+    since: int
+    group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """Return how many ranks train."""
+        return len(self.ranks)
+
+
+class Elastic:
+    """Response of one model to the death of ranks.
+
+    Attributes:
+        now: the ranks that train.
+        place: place where survivors meet. A rank that comes back is told its name.
+        invite: called with ranks that come back and are members of an epoch, on the others.
+        hand_over: called when ranks come back, with the group of all of them and with their ranks:
+            sends them what they need, or receives it.
+    """
+
+    def __init__(
+        self,
+        front: ElasticDDP,
+        engine: Engine,
+        policy: ElasticPolicy,
+        seat: RankIdentity,
+        sharded: ShardedOptimizers | None,
+    ) -> None:
+        group = engine.group
+        self._front, self._engine, self._policy = weakref.ref(front), engine, policy
+        self.seat, self._me, self._started = seat, seat.rank, seat.started
+        self.timeout = group_timeout(group) or timedelta(minutes=30)
+        identity = zlib.crc32("\n".join(p.name for p in engine.params).encode())
+        name = f"elastic-{group.group_name}-{identity}"
+        opened = "to be told" if seat.returns else ""
+        self.place = Survivors(seat.store, name, self._me, opened)
+        self._watches: list[tuple[FaultWatch, dict[int, int]]] = []  # ranks by their places in it
+        self._decision: Decision | None = None
+        self._epoch = self._done = 0
+        self._neighbours = None if sharded is None else Neighbours(sharded)
+        self._obstacle: RuntimeError | None = None  # that the last attempt to rebuild has met
+        self.invite: Callable[[dict[int, int], int], None] = lambda newcomers, epoch: None
+        self.hand_over: Callable[[dist.ProcessGroup, Decision], None] = lambda group, who: None
+        ranks = (self._me,) if seat.returns else tuple(range(self._started))
+        self.now = Membership(group.rank(), ranks, 0, 1, group)
+        self._see(group, ranks)
+
+    def meet(self, steps: int, complete: bool, error: str) -> int:
+        """Rebuild after a death, when the reducer waits in vain. Collective of the ranks that are
+        left.
+
+        Returns:
+            A verdict.
+
+        Raises:
+            SyncFault: the training cannot go on.
+        """
+        if not self._knows_of_death():
+            return _FAILS
+        return self._meet(Standing(steps, complete))
+
+    def rebuild(self) -> None:
+        """Rebuild after a death between two steps. Collective of the ranks that are left.
+
+        Raises:
+            SyncFault: the training cannot go on.
+        """
+        self._rebuild(between=False)
+
+    def admit(self) -> None:
+        """Admit ranks that have come back, between two steps. Collective.
+
+        Raises:
+            SyncFault: the training cannot go on.
+        """
+        self._meet(Standing(self._engine.core.steps(), False, between=True))
+        if self._decided.newcomers or self._decided.ranks != self.now.ranks:
+            self._rebuild(between=True)
+
+    def join(self, epoch: int) -> bool:
+        """Return whether this rank, which has come back, is a member of the
+        epoch that it was told.
+        """
+        self._epoch, self._decision = epoch, self.place.decided(epoch)
+        return self._is_rebuilt()
+
+    @property
+    def obstacle(self) -> RuntimeError | None:
+        """Return the error that the last attempt met."""
+        return self._obstacle
+
+    def _rebuild(self, between: bool) -> None:
+        before = self.now
+        while not self._is_rebuilt():
+            # A rank that was coming back may have ended before the others began to watch it.
+            if not self._decided.newcomers and not self._knows_of_death():
+                raise SyncFault(
+                    f"fastsync: rank {self._me} could not connect with ranks "
+                    f"{list(self._decided.ranks)} after others had died. Restart from a checkpoint"
+                ) from self._obstacle
+            self._meet(Standing(self._engine.core.steps(), False, between))
+        self._say(before)
+
+    def during(self, task: Callable[[], None]) -> None:
+        """Run what all ranks do together between two steps. After a death, rebuilding does it."""
+        try:
+            task()
+        except RuntimeError as error:
+            if self.meet(self._engine.core.steps(), False, str(error)) == _FAILS:
+                raise
+            self.rebuild()
+
+    @property
+    def _decided(self) -> Decision:
+        assert self._decision is not None
+        return self._decision
+
+    @property
+    def _present(self) -> tuple[int, ...]:
+        """Return the ranks of the last decision; of ranks that come back only those that are
+        members now.
+        """
+        return self.now.ranks if self.now.epoch == self._epoch else self._decided.survivors
+
+    def _see(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+        if not is_gloo(group):
+            keep_for_good(group)  # its end would abort it, while others may still use it
+        watch = watch_of(group)
+        if watch is not None:
+            watch.survive()
+            self._watches.append((watch, dict(enumerate(ranks))))
+
+    def _gone(self) -> dict[int, str]:
+        """Return the ranks that have ended so far, and how each ended."""
+        found: dict[int, str] = {}
+        for watch, ranks in self._watches:
+            for rank, words in watch.gone():
+                if rank in ranks:
+                    found.setdefault(ranks[rank], words.removeprefix(f"rank {rank} "))
+        found.pop(self._me, None)
+        return found
+
+    def _knows_of_death(self) -> bool:
+        """Return whether a rank has ended since the last decision."""
+        present = self._present
+        deadline = time.monotonic() + _CERTAINTY
+        while time.monotonic() < deadline:
+            if any(rank in present for rank in self._gone()):
+                return True
+            time.sleep(_PAUSE)
+        return False
+
+    def _meet(self, mine: Standing) -> int:
+        before = self._present
+        self._epoch += 1
+        timeout = self.timeout.total_seconds()
+        decision = self.place.meet(self._epoch, before, mine, self._gone, timeout)
+        if self._me not in decision.ranks:
+            raise SyncFault(
+                f"fastsync: ranks {list(decision.ranks)} could not reach rank {self._me} and went "
+                "on without it. Look at its network"
+            )
+        if len(decision.ranks) < self._policy.min_ranks:
+            raise SyncFault(
+                f"fastsync: {self._losses(before, decision.ranks)}. The ranks that are left, "
+                f"{list(decision.ranks)}, are fewer than min_ranks={self._policy.min_ranks}. "
+                "Restart from a checkpoint"
+            )
+        self._decision = decision
+        return _TAKES if mine.steps < decision.steps else _AGAIN
+
+    def _losses(self, before: Collection[int], left: Collection[int]) -> str:
+        gone = self._gone()
+        lost = [rank for rank in before if rank not in left]
+        return "; ".join(f"rank {rank} {gone.get(rank, 'has ended')}" for rank in lost)
+
+    def _is_rebuilt(self) -> bool:
+        """Return whether the survivors average among themselves; not, where another has died
+        meanwhile.
+        """
+        ranks, back = self._decided.ranks, dict(self._decided.newcomers)
+        for _, seen in self._watches:  # how those ended before is over
+            for place in [place for place, rank in seen.items() if rank in back]:
+                del seen[place]
+        group = None
+        try:
+            if self._me not in back:
+                self.invite(back, self._epoch)
+            group = self._make_group(ranks)
+            if back:
+                self.hand_over(group, self._decided)
+            self._engine.use_group(group, agreed=False)
+            device = self._engine.params[0].tensor.device
+            watched_call(group, _CONNECTING, partial(connect_group, group, device))
+            self._see(group, ranks)
+            set_group_timeout(group, self.timeout)
+            self._engine.routes.set_timeout(self.timeout)
+            if self._neighbours is not None:
+                self._neighbours.prepare(ranks, group.rank(), self._decided.survivors)
+        except RuntimeError as error:
+            self._obstacle = error
+            if group is not None:
+                keep_for_good(group)
+            return False
+        self._check_shares()
+        if not self.place.gather(f"{self._epoch}/ready", ranks, self._gone):
+            return False
+        self._use(group, ranks)
+        return True
+
+    def _check_shares(self) -> None:
+        """Raise a `SyncFault` where a share of an optimizer's state has died with its ranks."""
+        if self._neighbours is None or not self._neighbours.lost:
+            return
+        owner, holder = self._neighbours.lost[0]
+        pair = {rank for pair in self._neighbours.lost for rank in pair}
+        losses = self._losses(sorted(pair), ())
+        raise SyncFault(
+            f"fastsync: {losses}. Only ranks {owner} and {holder} had rank {owner}'s share of the "
+            f"optimizer's state under zero={self._engine.policy.zero.stage}, so it is lost. "
+            "Restart from a checkpoint",
+            sorted(pair),
+        )
+
+    def share_late(self) -> None:
+        """Share what was left for the end of a step. Collective of the ranks that are left."""
+        assert self._neighbours is not None
+        self._neighbours.prepare_late()
+        if not self.place.gather(f"{self._epoch}/late", self.now.ranks, self._gone):
+            raise RuntimeError("a rank has ended before all were ready to go on")
+        self._neighbours.install()
+
+    def _make_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        old = self._engine.group
+        break_group(old)
+        self._engine.shares.outlive()
+        members = [self.seat.member(rank) for rank in ranks]
+        name, backend = f"{self.place.name}-{self._epoch}", renewed_backend(old) or "gloo"
+        me = ranks.index(self._me)
+        return make_group(self.seat.store, me, members, name, _PATIENCE, backend)
+
+    def until_all(self, task: Callable[[], None]) -> None:
+        """Run what all ranks do together, until all that are left have done it.
+
+        A rank that has gone on could not be called back.
+        """
+        done = False
+
+        def attempt() -> None:
+            nonlocal done
+            task()
+            place = f"{self._epoch}/done-{self._done}"
+            if not self.place.gather(place, self.now.ranks, self._gone):
+                raise RuntimeError("a rank has ended before all were ready to go on")
+            done = True
+
+        while not done:
+            self.during(attempt)
+        self._done += 1
+
+    def _use(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+        if self._neighbours is not None:
+            self._neighbours.install()
+        if self._policy.rescale == "sum_of_start":
+            self._engine.core.set_divisor(float(self._started))
+        since = self._engine.core.steps() + 1
+        self.now = Membership(ranks.index(self._me), ranks, self._epoch, since, group)
+        self._done = 0  # as on a rank that comes back
+        front = self._front()
+        if front is not None:
+            front.process_group = group
+
+    def _say(self, before: Membership) -> None:
+        if self.now.rank != min(self.now.ranks.index(rank) for rank in self._decided.survivors):
+            return
+        lost = self._losses(before.ranks, self.now.ranks)
+        new = [rank for rank in self.now.ranks if rank not in before.ranks]
+        verbs = ("is back" if rank < self._started else "has joined" for rank in new)
+        said = [lost, *(f"rank {rank} {verb}" for rank, verb in zip(new, verbs, strict=True))]
+        words = "; ".join(filter(None, said)) or "a rank that was being taken in has ended"
+        left, step = list(self.now.ranks), self.now.since
+        _log.warning("fastsync: %s. Ranks %s go on with step %d", words, left, step)
+
+
+def _refuse(reducer: Reducer) -> None:
+    """Refuse a forward of a rank that comes back or joins, and is alone."""
+    raise RuntimeError(
+        "this rank was started while others train, and does not know what they do: "
+        "call model.catch_up(optimizer) before the first step, on every rank"
+    )
+
+
+def _alive(elastic: weakref.ref[Elastic]) -> Elastic:
+    """Return the object whose front makes a step, or a plan."""
+    found = elastic()
+    assert found is not None
+    return found
+
+
+class ElasticDDP(SkippingDDP):
+    """Front whose training may survive the death of ranks."""
+
+    _elastic: Elastic | None = None
+
+    @property
+    def elastic(self) -> Membership | None:
+        """Return the ranks that train at present; None without `elastic=`."""
+        return None if self._elastic is None else self._elastic.now
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = cast(Any, super()).__getstate__()
+        for name in ("_elastic", "_guards"):  # made anew for a copy
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        cast(Any, super()).__setstate__(state)
+        engine = cast(Any, self)._engine
+        if engine.policy.elastic is not None:
+            self._become_elastic(engine, engine.policy.elastic)
+
+    def _become_elastic(self, engine: Engine, policy: ElasticPolicy) -> None:
+        """Make the model elastic once all else is there; refuse what cannot be survived.
+
+        Raises:
+            ValueError: on every rank alike.
+        """
+        module = cast(nn.Module, self.module)
+        delays = bool(self._delay_all_reduce_params) or self._delay_all_reduce_all_params
+        broadcasts = bool(self.modules_buffers) and self.broadcast_buffers
+        for what in unfit(module, engine, delays, broadcasts):
+            raise ValueError(f"elastic does not go with {what}")
+        seat = RankIdentity.of(engine.group)
+        began = 1 if seat is None else seat.started
+        if began < policy.min_ranks:
+            raise ValueError(
+                f"elastic: min_ranks is {policy.min_ranks}, but only {began} ranks begin the "
+                "training"
+            )
+        if seat is None:
+            return
+        sharded = cast(DDPReducer, self.reducer).sharded
+        elastic = self._elastic = Elastic(self, engine, policy, seat, sharded)
+        if seat.returns:
+            engine.on_step = _refuse
+        me = weakref.ref(elastic)  # the reducer must not keep its engine alive
+        if sharded is not None:
+            sharded.delivery.share_late = lambda: _alive(me).share_late()
+            sharded.delivery.until_all = lambda task: _alive(me).until_all(task)
+        engine.core.survive(
+            lambda *found: _alive(me).meet(*found),
+            lambda: _alive(me).rebuild(),
+            elastic.timeout.total_seconds(),
+        )
+        engine.during = lambda task: _alive(me).during(task)

@@ -1,0 +1,418 @@
+"""FastDDP: a drop-in for torch.nn.parallel.DistributedDataParallel on fastsync's engine."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from fastsync._torch import (
+    BuiltinCommHookType,
+    backward_is_running,
+    builtin_comm_hook,
+    find_tensors,
+    split_graphs_at_buckets,
+    untraced,
+)
+from fastsync.config import compatibility
+from fastsync.config.arguments import Faults, Zero, moved
+from fastsync.config.compatibility import Setup
+from fastsync.config.elastic_policy import ElasticPolicy
+from fastsync.config.policy import BucketPolicy, MixedPolicy, SyncPolicy
+from fastsync.config.preemption_policy import PreemptionPolicy
+from fastsync.config.replica_policy import ReplicaPolicy
+from fastsync.ddp.buffers import BufferWatch, buffer_arguments
+from fastsync.ddp.ddp_objects import DDPLogger, DDPReducer, in_lockstep
+from fastsync.ddp.guards import make_guards
+from fastsync.ddp.logging_data import wrap_facts
+from fastsync.ddp.mixed_precision import announce_mixed_precision, cast_buffers
+from fastsync.ddp.rejoin import RejoiningDDP
+from fastsync.ddp.request import Request, named_params
+from fastsync.ddp.skipping import Skips
+from fastsync.reducer import sync_checkpoint
+from fastsync.reducer.engine import Engine
+from fastsync.reducer.monitor import explained
+from fastsync.timeline.recorder import record_steps
+from fastsync.timeline.stats import SyncStats, make_stats
+from fastsync.timeline.timeline_policy import TimelinePolicy
+from fastsync.wire.formats import Choice, Wire
+from fastsync.zero.gradient_norms import clip_norm
+from fastsync.zero.sharded_optimizer import ShardedOptimizers
+
+__all__ = ["FastDDP"]
+
+
+class FastDDP(RejoiningDDP):
+    """Averages gradients over ranks while backward is still running.
+
+    Takes every argument of DistributedDataParallel and is an instance of it, so scripts and
+    libraries that know DDP need no change. What differs:
+
+    * `gradient_as_bucket_view` defaults to True: gradients live in the communication buffers and
+      exist once. Unlike in DDP they may be kept, detached and zeroed like any tensor.
+    * `find_unused_parameters` may be left out: parameters without gradient are handled, at no cost
+      to the others, and named in one warning. False makes them an error, True silences the warning.
+    * parameters may be frozen and unfrozen after wrapping (on every rank, before the same forward).
+    * each forward outside `no_sync()` has one backward that synchronises, in any order; all other
+      work on the parameters, as on the bare module, stays local.
+    * a difference between the ranks' models or settings is an error that names it, on every rank.
+
+    Args:
+        module: the module to train; replicated from rank 0 unless `init_sync` is False.
+        bucket_cap_mb: size of a bucket in MiB; by default 25, with a first bucket of 1, and less
+            where the first step finds the network slow.
+        wire: what gradients travel as: a codec, a `fastsync.Wire`, or a name that
+            `fastsync.wire.formats.wire_formats()` lists. Sums are fp32. 16-bit gradients
+            only become narrower, fp64 ones never.
+        timeline: a path: writes there what every rank did in 20 steps, for `python -m
+            fastsync.timeline`. True: records until training ends, for `sync_stats()` and
+            `write_timeline()`. A `TimelinePolicy` says more. The same on every rank.
+        zero: the stage of sharding, or a `fastsync.Zero` that says more. 1 shards the state of
+            every optimizer: each rank keeps, and updates, a part of the parameters for all, and
+            between backward and step it has the gradients of that part alone. 2 reduces gradients
+            after every backward, under `no_sync()` too, so that they never take more; see
+            docs/zero.md. 3 shards parameters, too; see docs/zero3.md.
+        faults: what happens when gradients are not finite, replicas differ, a step fails, a rank
+            dies or a machine is taken away: a `fastsync.Faults`.
+
+    Raises:
+        RuntimeError: there is no parameter to train.
+        TypeError: there is no such argument, or there is none any more.
+        ValueError: there is no process group, or an argument makes no sense.
+        RankMismatchError: the ranks were given different models or settings.
+        BuildError: the extension has to be compiled and cannot be.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool | None = None,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: object = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = True,
+        forward_sync_buffers: bool | None = None,
+        *,
+        wire: Wire | Choice = "fp32",
+        timeline: str | os.PathLike[str] | bool | TimelinePolicy = False,
+        zero: int | Zero = 0,
+        faults: Faults | None = None,
+        **unknown: object,
+    ) -> None:
+        if unknown:
+            raise moved(unknown)
+        faults = faults or Faults()
+        request = Request(module, process_group, device_mesh, device_ids, output_device)
+        self._buckets, self._policy, self._timeline, self._saves = request.settle(
+            lambda: BucketPolicy.from_mb(bucket_cap_mb, bucket_cap_mb_list),
+            lambda: SyncPolicy(
+                wire=Wire.of(wire),
+                views=gradient_as_bucket_view,
+                fail_on_unused=find_unused_parameters is False and not static_graph,
+                static_graph=static_graph,
+                skip_unused=skip_all_reduce_unused_params,
+                warn_unused=find_unused_parameters is None and not static_graph,
+                mixed=MixedPolicy.of(mixed_precision),
+                zero=Zero.of(zero),
+                nonfinite=faults.nonfinite,
+                replicas=ReplicaPolicy.of(faults.replicas),
+                on_skip=faults.on_skip,
+                elastic=ElasticPolicy.of(faults.elastic),
+            ),
+            lambda: TimelinePolicy.of(timeline),
+            lambda: PreemptionPolicy.of(faults.on_preemption),
+        )
+        self._buffer_watch = BufferWatch()
+        with request.wrapping():
+            super().__init__(
+                module,
+                dim=dim,
+                init_sync=init_sync,
+                bucket_cap_mb=bucket_cap_mb,
+                find_unused_parameters=bool(find_unused_parameters),
+                check_reduction=check_reduction,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                static_graph=static_graph,
+                delay_all_reduce_named_params=delay_all_reduce_named_params,
+                param_to_hook_all_reduce=param_to_hook_all_reduce,
+                skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+                bucket_cap_mb_list=cast(Any, bucket_cap_mb_list),
+                **request.placed,
+                **buffer_arguments(broadcast_buffers, forward_sync_buffers),
+            )
+        self._complete(mixed_precision, forward_sync_buffers)
+
+    def _complete(self, mixed_precision: object, forward_sync_buffers: bool | None) -> None:
+        """Let the engine cast parameters and gradients; torch's front casts the inputs."""
+        if forward_sync_buffers is not None:
+            self.broadcast_buffers = forward_sync_buffers  # as an older torch calls it
+        self.mixed_precision = mixed_precision
+        if mixed_precision is not None:
+            ignored = self.parameters_to_ignore
+            announce_mixed_precision(self.module, ignored, self._policy.mixed.param)
+            cast_buffers(self.module, ignored, self._policy.mixed.buffer)
+        if self._policy.elastic is not None:
+            self._become_elastic(self._engine, self._policy.elastic)
+        self._expect_preemption()
+
+    def _ddp_init_helper(
+        self,
+        parameters: Sequence[torch.Tensor],
+        expect_sparse_gradient: Sequence[bool],
+        param_to_name_mapping: dict[int, str],
+        static_graph: bool,
+    ) -> None:
+        """Build FastDDP's engine, where DistributedDataParallel builds its own."""
+        named = named_params(self.module, self.parameters_to_ignore)
+        engine = Engine(named, self.process_group, self._buckets, self._policy)
+        engine.unused.current = partial(
+            named_params, self.module, frozenset(self.parameters_to_ignore)
+        )
+        facts = wrap_facts(self, self._buckets, self._policy, static_graph)
+        logger = DDPLogger(engine, facts)
+        # A reference to itself would keep the model until it is collected.
+        lockstep = partial(in_lockstep, weakref.ref(self))
+        self._guards = make_guards(engine, self.module, frozenset(self.parameters_to_ignore))
+        self._skips = Skips(engine) if self._policy.may_skip else None
+        sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
+        recorder = record_steps(self._timeline, type(self.module).__name__, engine)
+        self.reducer = DDPReducer(engine, logger, recorder, lockstep, sharded)
+        self.logger = logger
+        self._passing_sync_batchnorm_handle(self.module)
+        split_graphs_at_buckets()
+
+    @property
+    def _engine(self) -> Engine:
+        return cast(DDPReducer, self.reducer).engine
+
+    def _graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Asked while torch.compile splits a graph of the module."""
+        return self._engine.graph_buckets(ready)
+
+    @untraced
+    def _pre_forward(self, *inputs: object, **kwargs: object) -> object:
+        if self._join_config.enable:  # torch's Join does not call join()
+            compatibility.check(Setup(self._policy, join=True))
+        if not backward_is_running():  # else a checkpoint runs a forward again
+            self._come_between_steps()
+        with explained(self.process_group, "the start of a forward"):
+            return super()._pre_forward(*inputs, **kwargs)
+
+    def _run_ddp_forward(self, *inputs: object, **kwargs: object) -> object:
+        if self._policy.mixed.param is None:
+            return super()._run_ddp_forward(*inputs, **kwargs)
+        with self._engine.computing():
+            return super()._run_ddp_forward(*inputs, **kwargs)
+
+    def _sync_buffers(self) -> None:
+        """Broadcast rank 0's buffers, unless no forward can have changed any; always in a join."""
+        watch = self._buffer_watch
+        usual = not (hasattr(self, "buffer_hook") or self._join_config.enable)
+        if not usual or (watch.stale and self.process_group.size() > 1):
+            cast(DDPReducer, self.reducer).await_buffers(super()._sync_buffers)
+        watch.stale = False
+
+    @untraced
+    def _post_forward(self, output: object) -> object:
+        if self.modules_buffers:
+            self._buffer_watch.after_forward(self.module)
+        if self._delay_all_reduce_all_params:
+            self._clear_grad_buffer()
+            return output
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        if torch.is_grad_enabled():
+            sync = self.require_forward_param_sync = self.require_backward_grad_sync
+            always = self._engine.policy.reduces_always
+            self._engine.after_forward(find_tensors(output), sync or always)
+        else:
+            self.require_forward_param_sync = False
+        self._clear_grad_buffer()
+        return output
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Any:
+        """Join as in DistributedDataParallel.
+
+        Raises:
+            ValueError: with zero, nonfinite or replicas: ranks without inputs miss steps.
+        """
+        if enable:
+            compatibility.check(Setup(self._policy, join=True))
+        return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        super()._sync_final_model(is_last_joiner)
+        self._buffer_watch.stale = True  # the ranks' forwards differ in number
+
+    def _match_all_reduce_for_bwd_pass(self) -> None:
+        """Take part in the others' step, on a rank that ran out of inputs."""
+        self._engine.shadow_step()
+
+    def _match_unused_params_allreduce(self) -> None:
+        """Do nothing: used flags travel inside the buckets."""
+
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Reduce each bucket with `hook(state, bucket)` instead of averaging it.
+
+        As in DistributedDataParallel, `bucket` is a `torch.distributed.GradBucket` whose buffer
+        has not been divided, and the hook returns a future of the reduced buffer. Unlike there, a
+        hook may be replaced by another between two steps.
+
+        Raises:
+            ValueError: `wire` or `mixed_precision` compresses gradients already, or nonfinite
+                asks to look at them.
+        """
+        self._check_comm_hook(hook)
+        compatibility.check(Setup(self._policy, hook=True))
+        self._make_gradients_whole()
+        self.logger._set_comm_hook_name(hook.__qualname__)
+        self._comm_hooks = [(hook, state)]
+        self._engine.set_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
+        self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their total norm is `max_norm` at most.
+
+        As `torch.nn.utils.clip_grad_norm_(self.parameters(), ...)`, for less: where it can be,
+        squares are summed up with the averages. With `zero` it is collective.
+
+        Returns:
+            The total norm before, zero-dimensional.
+
+        Raises:
+            RuntimeError: it is not finite and `error_if_nonfinite`, or ranks do not come.
+        """
+        holders = cast(DDPReducer, self.reducer).holders()
+        return clip_norm(self.parameters(), max_norm, norm_type, error_if_nonfinite, holders)
+
+    def set_wire(self, wire: Wire | Choice) -> None:
+        """Send gradients as `wire` from the next step on.
+
+        Collective: every rank calls it, between the same two steps. What error feedback has kept
+        back stays where `wire` has error feedback, and is freed where it has not.
+
+        Raises:
+            ValueError: `wire` makes no sense, or a communication hook is registered.
+            RankMismatchError: the ranks differ in it, or another rank raised.
+        """
+        request = Request(self.module, self.process_group, None, None, None)
+        steps = self._engine.core.steps()
+        settled = request.settle_wire(lambda: self._with_wire(wire), steps)
+        self._make_gradients_whole()
+        self._policy = settled
+        self._engine.set_wire(settled.wire)
+
+    def _make_gradients_whole(self) -> None:
+        """They may not be spread by what travels from now on."""
+        sharded = cast(DDPReducer, self.reducer).sharded
+        if sharded is not None:
+            sharded.make_gradients_whole()
+
+    def _with_wire(self, wire: Wire | Choice) -> SyncPolicy:
+        if self._policy.hooked or self._comm_hooks:
+            raise ValueError(
+                "a communication hook reduces the gradients, so they cannot travel in a wire "
+                "format too; wrap the model again to leave the hook"
+            )
+        kept = self._policy.wire.shared_memory
+        return replace(self._policy, wire=replace(Wire.of(wire), shared_memory=kept))
+
+    def sync_state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs of this rank's synchronisation beside model and optimizer.
+
+        Save it on every rank; it differs from rank to rank. No collective.
+
+        Returns:
+            Plain values and tensors, for torch.save and torch.load(weights_only=True): by parameter
+            name, `residuals` (what error feedback keeps back: fp32, of the parameter's shape);
+            `steps`, `order` (parameters, as buckets hold them), `rate` (bytes of gradients per
+            second) and `latency` (seconds of a collective of nothing), `rank`, `world_size`,
+            `wire`, `version`.
+        """
+        return sync_checkpoint.capture(self._engine)
+
+    def load_sync_state_dict(
+        self, state: sync_checkpoint.State | Sequence[sync_checkpoint.State]
+    ) -> None:
+        """Resume where `sync_state_dict()` was called.
+
+        Collective: every rank calls it, before a forward. After a restart with as many ranks, each
+        passes its own state, and the training continues with the same bits. After a change of
+        world size all ranks pass the list of the states of all old ranks. The sum over ranks of
+        every residual is then kept: exactly with more ranks, rounded once to fp32 with fewer.
+
+        Raises:
+            ValueError, TypeError: the state does not fit the model, its wire or the ranks.
+            RankMismatchError: another rank raised, or the states are of different steps.
+        """
+        sync_checkpoint.restore(self._engine, state)
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return this rank's share of the optimizer's state, for torch.distributed.checkpoint.
+
+        `torch.save` writes the whole state, read from the other ranks. The form is that of torch's
+        `get_optimizer_state_dict`. For an optimizer without state, it is room for the state of a
+        checkpoint; that is collective.
+
+        Raises:
+            ValueError: a parameter is not the model's, or its state cannot be saved in pieces.
+        """
+        return cast(DDPReducer, self.reducer).optimizers(self.module).capture(optimizer)
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: sync_checkpoint.State) -> None:
+        """Resume from what `optimizer_state_dict()` returned, once it has been loaded.
+
+        Or from what `optimizer.state_dict()` returned, on every rank. Collective.
+
+        Raises:
+            ValueError, TypeError: it is that of another model, or nothing has been loaded.
+        """
+        cast(DDPReducer, self.reducer).optimizers(self.module).restore(optimizer, state)
+
+    def sync_stats(self, one_rank_step: float | None = None) -> SyncStats:
+        """Return what synchronising has cost this rank: counters, and times where `timeline=`
+        records.
+
+        Args:
+            one_rank_step: seconds of a training step without other ranks, on as much data as each
+                rank has here; gives the scaling efficiency.
+
+        Raises:
+            ValueError: `one_rank_step` is not positive, or no two steps have been recorded.
+        """
+        engine, recorder = self._engine, self._recorder
+        sizes = [bucket.nbytes for bucket in engine.plan.buckets]
+        steps, pace = recorder.steps() if recorder is not None else [], engine.pace.measured()
+        return make_stats(engine.routes.counters(), sizes, steps, one_rank_step, pace)

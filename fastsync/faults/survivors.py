@@ -1,0 +1,208 @@
+"""Meetings of the survivors of a death: through the rendezvous store, one epoch after the other.
+
+Each survivor says which steps it has finished. The lowest rank that is not known to be dead decides
+for all, once all survivors have spoken. It decides by compare-and-set, so that the first decision
+holds. A later death leads to the next epoch, which each rank reaches by itself.
+
+Ranks are counted here as they were when the training began.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from fastsync._torch import Store
+from fastsync.faults.sync_fault import SyncFault
+
+__all__ = ["Decision", "Standing", "Survivors", "decide"]
+
+_PAUSE = 0.002  # seconds between looks at the store
+_LONGEST = 1800.0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Progress of one rank.
+
+    Attributes:
+        steps: that it has finished.
+        complete: it has all averages of the next one, too, and does not know whether others have.
+        between: it is between two steps: its optimizer has made what belongs to the last one.
+    """
+
+    steps: int
+    complete: bool
+    between: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Decision on what the survivors of an epoch do, the same on all of them.
+
+    Attributes:
+        ranks: the survivors.
+        steps: steps that all of them have finished when they go on.
+        takes: ranks that have finished fewer steps use the averages that they have.
+        newcomers: ranks that come back, each with the number of its announcement.
+    """
+
+    ranks: tuple[int, ...]
+    steps: int
+    takes: bool
+    newcomers: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """The ranks that have been there before."""
+        back = dict(self.newcomers)
+        return tuple(rank for rank in self.ranks if rank not in back)
+
+    @classmethod
+    def of(cls, text: bytes) -> Decision:
+        """Decode a decision from the store."""
+        told = json.loads(text)
+        back = tuple((rank, number) for rank, number in told["newcomers"])
+        return cls(tuple(told["ranks"]), told["steps"], told["takes"], back)
+
+
+def decide(standings: Mapping[int, Standing], waiting: Mapping[int, int] | None = None) -> Decision:
+    """Return the decision that follows from the steps of the survivors.
+
+    A rank finishes a step only when it knows that every rank has all its averages. So if a rank
+    that has the fewest steps lacks any, no rank has finished the step, and all average it again. If
+    none lacks any, some rank, perhaps a dead one, may have finished it.
+
+    Ranks that come back receive the others' state between two steps. So they wait while any rank
+    has not got there yet.
+
+    Args:
+        standings: by rank.
+        waiting: ranks that have come back, and the numbers of their announcements.
+
+    Raises:
+        SyncFault: they cannot be reached by ranks that agree.
+    """
+    steps = min(at.steps for at in standings.values())
+    takes = all(at.complete for at in standings.values() if at.steps == steps)
+    after = steps + 1 if takes else steps
+    ahead = [rank for rank, at in standings.items() if at.steps > after]
+    if ahead:
+        raise SyncFault(
+            f"fastsync: ranks {ahead} have finished step {after + 1}, for which others lack "
+            "averages: the ranks do not agree. Restart from a checkpoint"
+        )
+    admits = all(at.between for at in standings.values())
+    back = {rank: n for rank, n in (waiting or {}).items() if admits and rank not in standings}
+    return Decision(tuple(sorted({*standings, *back})), after, takes, tuple(sorted(back.items())))
+
+
+class Survivors:
+    """Place where the survivors meet.
+
+    Args:
+        store: that all ranks reach.
+        name: of the place; equal on all ranks.
+        rank: this one.
+        opened: the place's `name`, where the others have opened it before; empty: they do now.
+
+    Attributes:
+        name: equal on all ranks, and no other place's.
+        waiting: asked by the rank that decides: ranks that have come back, and the numbers of their
+            announcements.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, opened: str = "") -> None:
+        self._store, self._rank = store, rank
+        base = f"fastsync/{name}"
+        # Ranks open their places in one order, two of one name too.
+        self.name = opened or f"{base}-{store.add(f'{base}/{rank}', 1)}"
+        self.waiting: Callable[[], Mapping[int, int]] = dict
+
+    def meet(
+        self,
+        epoch: int,
+        ranks: Sequence[int],
+        mine: Standing,
+        dead: Callable[[], Collection[int]],
+        timeout: float = _LONGEST,
+    ) -> Decision:
+        """Return the decision on which ranks go on, and with which step, once it has been made.
+
+        Args:
+            epoch: a number that no meeting of these ranks has had.
+            ranks: those of the epoch before.
+            dead: which of them have ended, asked again and again.
+            timeout: seconds that a rank waits for the others.
+
+        Raises:
+            SyncFault: the store has gone, or a rank neither comes nor ends.
+        """
+        place = f"{self.name}/{epoch}"
+        try:
+            self._store.set(f"{place}/{self._rank}", json.dumps(asdict(mine)))
+            return self._decision(place, ranks, dead, time.monotonic() + timeout)
+        except SyncFault:
+            raise
+        except RuntimeError as error:  # each kind of store has its own
+            raise SyncFault(_store_gone(self._rank, error)) from error
+
+    def gather(self, place: str, ranks: Sequence[int], dead: Callable[[], Collection[int]]) -> bool:
+        """Return whether all of `ranks` have come, the same on all of them; not, if one ends
+        before.
+
+        Args:
+            place: that they have not met at before.
+        """
+        store, place = self._store, f"{self.name}/{place}"
+        outcome, deadline = f"{place}/outcome", time.monotonic() + _LONGEST
+        store.add(place, 1)
+        while not store.check([outcome]):
+            if store.add(place, 0) >= len(ranks):
+                store.compare_set(outcome, "", "all")
+            elif any(rank in dead() for rank in ranks) or time.monotonic() > deadline:
+                store.compare_set(outcome, "", "not all")
+            else:
+                time.sleep(_PAUSE)
+        return store.get(outcome) == b"all"
+
+    def decided(self, epoch: int) -> Decision:
+        """Return what an epoch has decided, for a rank that has not been there."""
+        return Decision.of(self._store.get(f"{self.name}/{epoch}/decision"))
+
+    def _decision(
+        self,
+        place: str,
+        ranks: Sequence[int],
+        dead: Callable[[], Collection[int]],
+        deadline: float,
+    ) -> Decision:
+        store, decided = self._store, f"{place}/decision"
+        while not store.check([decided]):
+            gone = dead()
+            present = [r for r in ranks if r == self._rank or r not in gone]
+            absent = [r for r in present if not store.check([f"{place}/{r}"])]
+            if not absent and present[0] == self._rank:
+                said = {r: json.loads(store.get(f"{place}/{r}")) for r in present}
+                standings = {r: Standing(**at) for r, at in said.items()}
+                decision = decide(standings, self.waiting())
+                store.compare_set(decided, "", json.dumps(asdict(decision)))
+                break
+            if time.monotonic() > deadline:
+                raise SyncFault(
+                    f"fastsync: rank {self._rank} waited for ranks {absent} after others had died, "
+                    "but they did not come. Restart from a checkpoint",
+                    absent,
+                )
+            time.sleep(_PAUSE)
+        return Decision.of(store.get(decided))
+
+
+def _store_gone(rank: int, error: Exception) -> str:
+    return (
+        f"fastsync: other ranks have died, and rank {rank} cannot meet the survivors: the "
+        "rendezvous store has gone with them. Restart from a checkpoint, with `python -m "
+        f"fastsync.elastic`, whose store outlives all but the first machine. ({error})"
+    )

@@ -1,0 +1,132 @@
+"""How the units of one model are reached on other ranks, and what they are called there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch.distributed as dist
+
+from fastsync._torch import outside_transforms, without_modes
+from fastsync.faults.consensus import Statement
+from fastsync.fsdp.dtype_shard import DtypeShard
+from fastsync.fsdp.group_links import Links
+from fastsync.fsdp.memory_budget import MARK, NO_MARK, mark_here
+from fastsync.fsdp.mesh import Place
+from fastsync.fsdp.param_group import Unit
+from fastsync.reducer import core
+from fastsync.reducer.process_groups import OwnGroups, new_part
+from fastsync.timeline.moves import UnitInfo
+
+__all__ = ["Connections", "links_in", "travels"]
+
+
+class Connections:
+    """Links to other ranks that a model's units share.
+
+    Attributes:
+        in_memory: whether ranks of one machine may exchange through memory that they share.
+        mark: bytes that units may take before others stop being gathered ahead.
+        infos: how timelines call the units, once that is known; the list stays the same one.
+    """
+
+    def __init__(self) -> None:
+        self.in_memory = True
+        self.mark = NO_MARK
+        self.infos: list[UnitInfo] = []
+        self._links: dict[dist.ProcessGroup, Links] = {}
+        self._named: list[DtypeShard] = []
+        self._keepers: dict[tuple[dist.ProcessGroup, int], dist.ProcessGroup] = {}
+        self._own = OwnGroups()
+        self._own.end_with(self)
+
+    @cached_property
+    def log(self) -> core.UnitLog:
+        """Return the log of what the units do, step by step."""
+        return core.make_unit_log()
+
+    def take_over(self, other: Connections) -> None:
+        """Take the links of a unit that was alone, and belongs to these from now on."""
+        self.mark = min(self.mark, other.mark)
+        if other.in_memory == self.in_memory:
+            self._links = {**other._links, **self._links}
+        self._keepers = {**other._keepers, **self._keepers}
+        self._own.take_over(other._own)
+
+    def connect(self, unit: Unit, units: Sequence[Unit]) -> None:
+        """Prepare a unit to be gathered, and resharded to fewer ranks. Collective the first time.
+
+        Args:
+            units: of the model, which the ranks compare.
+        """
+        unit.connect(self._links_of(unit.place, units))
+        number = unit.switches.reshard_to
+        if number is None or unit.keepers is not None:
+            return
+        group = unit.place.group
+        if (group, number) not in self._keepers:
+            part = new_part(group, number, "between forward and backward", self._own)
+            self._keepers[group, number] = part
+        unit.keepers = self._keepers[group, number]
+
+    def _links_of(self, place: Place, units: Sequence[Unit]) -> Links:
+        if place.group not in self._links:
+            self.mark = mark_here()
+            said = _statement(units, place, self.mark)
+            # A script's own mode that counts collectives is about those of its model.
+            with without_modes(), outside_transforms():
+                self._links[place.group] = Links.of(place, self.in_memory, self.mark, said)
+        return self._links[place.group]
+
+    def introduce(self, units: Sequence[Unit]) -> None:
+        """Set the names of connected units, in the same order on every rank."""
+        strands = [strand for unit in units for strand in unit.strands]
+        if strands == self._named:
+            return
+        self._named = strands
+        self.infos[:] = [info for unit in units for info in _infos(unit)]
+        for number, (strand, info) in enumerate(zip(strands, self.infos, strict=True)):
+            strand.call(core.make_unit_name(number, info.words, info.parameters))
+        names = [f"unit {info.name!r}" for info in self.infos]
+        for links in links_in(units):
+            for peers in links.peers():
+                peers.join(self.log, names)
+
+
+def _statement(units: Sequence[Unit], place: Place, mark: int) -> Statement:
+    """Return what the ranks of a place must agree on before they gather anything."""
+    own = [(n, unit) for n, unit in enumerate(units) if unit.place.group is place.group]
+    about = {
+        what.format(f"{number} ({unit.name or 'root'})"): said
+        for number, unit in own
+        for what, said in unit.settings().items()
+    }
+    about[MARK] = "none" if mark == NO_MARK else f"{mark} bytes"
+    return Statement(about, [member.described() for _, unit in own for member in unit.members])
+
+
+def links_in(units: Sequence[Unit]) -> list[Links]:
+    """Return the links of units, also those from a gather before the first forward of the root."""
+    strands = (strand for unit in units for strand in unit.strands)
+    return list({id(s.links): s.links for s in strands if s.links is not None}.values())
+
+
+def travels(unit: Unit) -> bool:
+    """Return whether a unit is gathered while this thread goes on."""
+    return all(strand.links is not None and strand.links.travels for strand in unit.strands)
+
+
+def _infos(unit: Unit) -> list[UnitInfo]:
+    """Return how timelines and errors call it: a name for each strand."""
+    name = unit.name or "root"
+    several = len(unit.strands) > 1
+    return [_info(s, f"{name} ({s.compute})" if several else name) for s in unit.strands]
+
+
+def _info(strand: DtypeShard, name: str) -> UnitInfo:
+    """Return the description of a strand for timelines."""
+    numel = sum(math.prod(member.shape.sizes) for member in strand.members)
+    dtype = str(strand.compute).removeprefix("torch.")
+    names = tuple(member.name for member in strand.members)
+    return UnitInfo(name, names, numel * strand.compute.itemsize, dtype)

@@ -1,0 +1,394 @@
+"""State that the units of one model share: the order in which they run, and what is under way.
+
+Every rank gathers and reduces the same units in the same order: that of its modules' forwards and
+of their backward. Prefetching follows an order that was observed in a former forward, which is the
+same on every rank too. One unit is gathered ahead, and those that a script names.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from fastsync.faults.sync_fault import SyncFault
+from fastsync.fsdp.connections import Connections, links_in, travels
+from fastsync.fsdp.dtype_shard import hand_back, land
+from fastsync.fsdp.group_links import Links
+from fastsync.fsdp.loaded_state import LoadedStates
+from fastsync.fsdp.local_steps import LocalSteps
+from fastsync.fsdp.memory_budget import NO_MARK, fits
+from fastsync.fsdp.param_group import Unit
+from fastsync.reducer import core
+from fastsync.reducer.optimizer_hooks import Arguments, StepWatcher, params_of, watch_steps
+from fastsync.reducer.reports import UnitCounters
+from fastsync.timeline.recorder import Recorder
+
+__all__ = ["Context"]
+
+# Reductions whose buffers may be under way at once.
+IN_FLIGHT = 1
+# Units at the end of a backward, where gradients take most: what others have left is freed there.
+LAST_UNITS = 3
+
+
+class UnitState(Protocol):
+    """State of a module, as a context knows it."""
+
+    unit: Unit | None
+
+    def announce_backward(self) -> None: ...
+    def check_layers(self) -> None: ...
+
+
+S = TypeVar("S", bound=UnitState)
+
+
+def _nothing() -> None:
+    """Is prefetched."""
+
+
+def _trains(unit: Unit) -> bool:
+    """Return whether a backward would reduce gradients of `unit`."""
+    return unit.switches.reduce and any(m.sharded.requires_grad for m in unit.members)
+
+
+class Context(StepWatcher, Generic[S]):
+    """Shared by the states of one root module; before its first forward, of each state alone.
+
+    Args:
+        first: that it begins with.
+
+    Attributes:
+        root_forward: the state whose forward is the outermost one of those that run.
+        ends_queued: whether the running backward will call the root at its end.
+        faulty: it has been in vain to wait for other ranks, and will be.
+        creates_graph: the running backward, or the last one, is differentiated again, so that the
+            unsharded parameters stay.
+        conceals: between a forward and its backward scripts see shares, unless they asked for
+            unsharded parameters.
+        last_backward: whether what was observed in forward is forgotten after the next backward.
+        connections: to other ranks.
+        recorder: asked before every forward that counts, if there is one.
+    """
+
+    _told_last = 0  # when a script said so
+
+    def __init__(self, first: S) -> None:
+        self.states = [first]
+        self.root_forward: S | None = None
+        self.ends_queued = self.creates_graph = self.conceals = self.faulty = False
+        self.last_backward = True
+        self.connections = Connections()
+        self.most_in_flight = IN_FLIGHT
+        self.recorder: Recorder | None = None
+        self._order: list[Unit] = []  # of the last forward that came to its end
+        self._running: list[Unit] = []  # of the forward that runs
+        self._follows = True  # that forward runs as the last one did
+        self._ahead: set[int] = set()  # gathered before they were needed, and not used so far
+        self._done: list[Unit] = []  # forwards, for which backwards will come
+        self._ends_soon = False  # the running backward
+        self._reducing: deque[Unit] = deque()
+        self._local_steps, self._loaded = LocalSteps(), LoadedStates()
+        self.stop_watching = watch_steps(self)
+
+    @cached_property
+    def gradients(self) -> core.UnitGradients:
+        """Return the watch for gradients that arrive while no output of a module has announced
+        them.
+        """
+        alive = weakref.ref(self)
+
+        def announce() -> None:
+            context = alive()
+            if context is not None:
+                context.states[0].announce_backward()
+
+        return core.make_unit_gradients(announce)
+
+    def units(self) -> list[Unit]:
+        return [state.unit for state in self.states if state.unit is not None]
+
+    def tell_last_backward(self, is_last: bool) -> None:
+        """A script says whether the next backward is the last one."""
+        self.last_backward, self._told_last = is_last, time.monotonic_ns()
+
+    def take_over(self, other: Context[S]) -> None:
+        """Learn what another context has noted alone; its states belong to this one from now on."""
+        self.most_in_flight = max(self.most_in_flight, other.most_in_flight)
+        if other._told_last > self._told_last:
+            self.last_backward, self._told_last = other.last_backward, other._told_last
+        self.connections.take_over(other.connections)
+        other.stop_watching()
+
+    def all_links(self) -> list[Links]:
+        return links_in(self.units())
+
+    def counters(self) -> list[UnitCounters]:
+        return [peers.ranks.stats() for links in self.all_links() for peers in links.peers()]
+
+    def trim(self) -> None:
+        for links in self.all_links():
+            links.core.trim()
+
+    # --- the order of forwards
+
+    def begin_forward(self, in_backward: bool, counts: bool) -> None:
+        """The outermost forward begins; one `in_backward` computes again what has been counted."""
+        self._running, self._follows = [], True
+        if in_backward:
+            return
+        if counts and self.recorder is not None:
+            self.recorder.before_step(self.connections.log)
+        evaluates = not counts and any(map(_trains, self.units()))
+        self.connections.log.begin_forward(counts, evaluates)
+
+    def enter(self, unit: Unit) -> None:
+        """Start to gather the unit after `unit`, whose forward has started its own gather."""
+        at = len(self._running)
+        self._running.append(unit)
+        self._follows = self._follows and at < len(self._order) and self._order[at] is unit
+        if self._follows and at + 1 < len(self._order):
+            self.prefetch_forward(self._order[at + 1])
+
+    def gather(self, units: Sequence[Unit], prefetch: Callable[[], None] = _nothing) -> None:
+        """The computation needs `units` to go on.
+
+        Args:
+            prefetch: starts to gather what comes next. Where that travels while this thread waits,
+                it starts at once, after `units`, otherwise when they are there.
+        """
+        at_once = all(map(travels, units))
+        with self._waiting():
+            if at_once:
+                for unit in units:
+                    self._start(unit)
+                prefetch()
+            for unit in units:
+                self._finish(unit)
+            if not at_once:
+                prefetch()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Wait for other ranks within; mark this context as faulty if one has failed."""
+        try:
+            yield
+        except SyncFault:
+            self.faulty = True
+            raise
+
+    def _start(self, unit: Unit) -> None:
+        if not unit.is_whole:
+            unit.start_gather()
+            self._ahead.add(id(unit))
+
+    def _finish(self, unit: Unit) -> None:
+        unit.finish_gather()
+        self._ahead.discard(id(unit))
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Refuse a step on what is not synchronised.
+
+        Raises:
+            RuntimeError: the optimizer holds such a parameter.
+        """
+        self._check_held(set(map(id, params_of(optimizer))))
+
+    def replaces(self, optimizer: Optimizer) -> bool:
+        """Return whether it steps on shares."""
+        held = set(map(id, params_of(optimizer)))
+        return any(id(member.sharded) in held for unit in self.units() for member in unit.members)
+
+    def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
+        """Let the optimizer step on the local shards."""
+        members = [member for unit in self.units() for member in unit.members]
+        self._loaded.shard(optimizer, members)
+        params = (member.sharded for member in members)
+        return self._local_steps.before(optimizer, args, params)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Give the optimizer the state that its shares have got in the step.
+
+        Hooks of the script may run a forward, which has to gather what the step has changed.
+        """
+        self._local_steps.after(optimizer)
+        self.after_step(optimizer)
+
+    def _check_held(self, held: set[int]) -> None:
+        members = [member for unit in self.units() for member in unit.members]
+        for member in members:
+            if member.whole is not None and id(member.whole) in held:
+                raise RuntimeError(
+                    f"the optimizer holds the unsharded parameter {member.name!r}, which nothing "
+                    "synchronises; make the optimizer where the parameters are sharded: before the "
+                    "forward, or after model.reshard()"
+                )
+        ours = held & {id(member.sharded) for member in members}
+        if ours and len(ours) < len(held):  # the others may have been added to the model
+            self.states[0].check_layers()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Mark units whose shares have changed.
+
+        Every rank sees the same; versions of tensors would differ, since some ranks' shares are
+        empty.
+        """
+        held = set(map(id, params_of(optimizer)))
+        for unit in self.units():
+            unit.stale = unit.stale or any(id(member.sharded) in held for member in unit.members)
+            if unit.stale and unit.running and unit.is_whole:  # a step within a forward
+                unit.reshard()
+                self.gather([unit])
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Start to gather the parameters that the next forward computes with."""
+        unit.refresh()
+        self._gather_ahead(unit, backward=False)
+
+    def prefetch(self, unit: Unit) -> None:
+        """Start to gather for a backward, with the parameters that forward
+        had, where still there.
+        """
+        self._gather_ahead(unit, backward=True)
+
+    def _gather_ahead(self, unit: Unit, backward: bool) -> None:
+        if not unit.is_whole and self._has_room(unit, backward):
+            self._start(unit)
+
+    def _has_room(self, unit: Unit, backward: bool) -> bool:
+        """Return whether `unit` fits in besides those that are, or will be, whole before they are
+        needed.
+
+        The answer is the same on every rank, since all ranks run the same units.
+        """
+        if self.connections.mark == NO_MARK:
+            return True
+        every = self.units()
+        whole = [u for u in every if u is unit or u.is_whole or id(u) in self._ahead]
+        return fits(self.connections.mark, whole, reducing=every if backward else ())
+
+    def leave(self, unit: Unit) -> None:
+        """Note that a forward of `unit` has ended, whose backward will come."""
+        unit.places.append(len(self._done))
+        self._done.append(unit)
+
+    def end_forward(self) -> None:
+        """The outermost forward has ended."""
+        self.connections.log.end_forward()
+        self._order = self._running
+        self.forget_prefetched()
+        self._hand_back()
+        self._show_shares()
+
+    def _show_shares(self) -> None:
+        """Show scripts the parameters that an optimizer steps on, from here on."""
+        for unit in self.units():
+            if self.conceals and not unit.stays:
+                unit.conceal()
+            elif unit.is_whole:
+                unit.lend_gradients()
+
+    def _hand_back(self) -> None:
+        """Let scripts write to the shares from here on."""
+        for unit in self.units():
+            hand_back(unit.strands)
+
+    def forget_prefetched(self) -> None:
+        """Let go of units that were gathered ahead, and not used."""
+        for unit in self.units():
+            if id(unit) in self._ahead:
+                unit.reshard()
+        self._ahead.clear()
+
+    # --- backward
+
+    def begin_backward(self) -> None:
+        for unit in self.units():
+            if unit.running:  # a backward within a forward, which may have frozen other parameters
+                unit.freeze_alike()
+        self.ends_queued, self._ends_soon = True, False
+        self.creates_graph = torch.is_grad_enabled()
+        self.gradients.announce(True)
+        for unit in self.units():
+            unit.take_script_gradients()
+        self.connections.log.begin_backward()
+
+    def prefetch_before(self, unit: Unit) -> None:
+        """Starts to gather the unit whose backward comes after that of `unit`."""
+        if not unit.places:
+            return
+        at = unit.places.pop()
+        if at > 0 and self._done[at - 1].switches.gather_in_backward:
+            self.prefetch(self._done[at - 1])
+        self._ends_soon = at < LAST_UNITS
+
+    def reduce(self, unit: Unit) -> None:
+        """Send the gradients of `unit`, after a wait for former ones. Collective."""
+        with self._waiting():
+            while len(self._reducing) >= self.most_in_flight:
+                self._finish_oldest()
+            if unit.in_flight:  # a unit whose backward comes twice
+                self._finish_all()
+        if self._ends_soon:
+            for links in self.all_links():
+                links.core.trim_pool()
+        unit.start_reduce()
+        self._reducing.append(unit)
+
+    def _finish_oldest(self) -> None:
+        self._reducing.popleft().finish_reduce()
+
+    def _finish_all(self) -> None:
+        while self._reducing:
+            self._finish_oldest()
+
+    def end_backward(self) -> None:
+        """Finish a backward: all gradients are then where they belong."""
+        self._deliver_all()
+        self.root_forward = None
+        if self.last_backward:
+            self._done.clear()
+            for unit in self.units():
+                unit.places.clear()
+            self.forget_prefetched()
+        self._hand_back()
+        self._show_shares()
+        self.trim()
+        self.connections.log.end_work()
+
+    def end_backward_in_forward(self) -> None:
+        """End a backward that the script called within a forward, which goes on."""
+        self._deliver_all()
+        self._hand_back()
+        self.connections.log.end_work()
+
+    def _deliver_all(self) -> None:
+        with self._waiting():
+            self._finish_all()
+            for unit in self.units():
+                unit.finish_sums()
+        for unit in self.units():
+            land(unit.strands)
+        self.ends_queued = False
+        self.gradients.announce(False)
+
+    def forget(self) -> None:
+        """Release everything that a failed step has left."""
+        self._reducing.clear()
+        for unit in self.units():
+            unit.forget()
+        self._done.clear()
+        self._ahead.clear()
+        self._running = []
+        self.ends_queued = self.creates_graph = False
+        self.gradients.announce(False)
+        self.root_forward = None
+        self.trim()

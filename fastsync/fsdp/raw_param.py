@@ -1,0 +1,115 @@
+"""Members of dtypes without kernels, as integers and fp8: gathered bit by bit, never trained."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fastsync._torch import all_gather_flat
+from fastsync.fsdp.dtype_shard import DtypeShard
+from fastsync.fsdp.group_links import wait_for
+from fastsync.fsdp.sharded_param import ShardedParam
+from fastsync.reducer import core
+
+__all__ = ["RawShard"]
+
+
+class RawShard(DtypeShard):
+    """A strand whose whole members have the bits of their shares, whatever the dtypes of its unit.
+
+    The collective is that of the process group.
+    """
+
+    _gathered: torch.Tensor | None = None
+    _work: dist.Work | None = None
+    _movement: core.Movement | None = None
+    _has_memory = False
+
+    @property
+    def compute(self) -> torch.dtype:
+        return self.dtype
+
+    @property
+    def reduce(self) -> torch.dtype:
+        return self.dtype
+
+    def _direct_from(self, dtype: torch.dtype) -> int | None:
+        return None
+
+    def trained(self) -> tuple[int, ...]:
+        """None.
+
+        Raises:
+            RuntimeError: a member wants a gradient since.
+        """
+        for member in self.members:
+            if member.sharded.requires_grad:
+                raise RuntimeError(
+                    f"parameter {member.name!r} was of a dtype that cannot be trained when "
+                    "fully_shard() was applied; convert the module before"
+                )
+        return ()
+
+    @property
+    def begun(self) -> bool:
+        return any(member.whole is not None for member in self.members)
+
+    def start_gather(self) -> None:
+        if self._has_memory or self._work is not None:
+            return
+        self.check_memory()
+        with self.staging.sending():
+            self._send(self.staging.source.view(torch.uint8))
+
+    def _send(self, chunk: torch.Tensor) -> None:
+        self._gathered = chunk.new_empty(self.place.world * chunk.numel())
+        assert self.links is not None and self.name is not None
+        sent = (self.place.world - 1) * chunk.nbytes
+        self._movement = self.links.shares.ranks.begin(self.name, "gather", sent)
+        self._work = all_gather_flat(self._gathered, chunk, self.place.group)
+
+    @torch.no_grad()
+    def finish_gather(self) -> None:
+        if self._work is None:
+            return
+        work, gathered, movement = self._work, self._gathered, self._movement
+        self._work = self._gathered = self._movement = None
+        assert gathered is not None and movement is not None
+        wait_for(work, movement, self.place.group)
+        self.staging.arrived()
+        chunks = gathered.view(self.dtype).view(self.place.world, -1)
+        for index, member in enumerate(self.members):
+            self._fill(member, self._layout().offsets[index], chunks)
+        self._has_memory = True
+        movement.arrived()
+
+    def _fill(self, member: ShardedParam, offset: int, chunks: torch.Tensor) -> None:
+        """Copies every rank's share of a member from where it begins in their chunks."""
+        whole = self._memory_of(member)
+        begin = 0
+        for rank in range(self.place.world):
+            sizes = member.shape.local(rank, self.place.world)
+            share = chunks[rank, offset:].narrow(0, 0, torch.Size(sizes).numel()).view(sizes)
+            count = sizes[member.shape.dim]
+            whole.narrow(member.shape.dim, begin, count).copy_(share)
+            begin += count
+
+    def _memory_of(self, member: ShardedParam) -> torch.Tensor:
+        """Return a member's whole, whose memory is there, without autograd's notice that it
+        changes.
+        """
+        if member.whole is None or member.whole.dtype != self.dtype:
+            sizes, device = member.shape.sizes, self.place.device
+            member.make_whole(torch.empty(sizes, dtype=self.dtype, device=device))
+        whole = member.whole_local()
+        whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
+        return whole.data
+
+    def release(self, keepers: dist.ProcessGroup | None = None) -> None:
+        """Release what was gathered; the next gather is of the shares in any case."""
+        self.finish_gather()
+        for member in self.members:
+            if member.whole is not None:
+                member.whole_local().untyped_storage().resize_(0)
+        self._has_memory = False
+        self.staging.wait()

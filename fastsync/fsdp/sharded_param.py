@@ -1,0 +1,336 @@
+"""One parameter of a unit: this rank's share, and the whole that modules compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from fastsync._torch import (
+    DTensorSpec,
+    accumulate_hooks,
+    local_gradient,
+    local_of,
+    make_dtensor,
+    spec_of,
+    storage_address,
+    tensor_hooks,
+    with_dtype,
+    with_own_storage,
+)
+from fastsync.faults.consensus import Param
+from fastsync.fsdp.mesh import Place
+from fastsync.fsdp.registrations import unnoticed
+from fastsync.fsdp.shard_layout import Shape
+from fastsync.reducer import core
+
+__all__ = ["Home", "ShardedParam", "find_homes"]
+
+
+@dataclass(frozen=True)
+class Home:
+    """Attribute of a module that is a parameter."""
+
+    module: nn.Module
+    name: str
+
+    def put(self, param: nn.Parameter) -> None:
+        """Register `param` there."""
+        # nn.Module's own way checks what is known here; modules with another one need to see it.
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.name] = param
+        else:
+            with unnoticed():
+                setattr(self.module, self.name, param)
+
+    def get(self) -> nn.Parameter:
+        """Return the parameter that is registered there."""
+        found = self.module._parameters[self.name]
+        assert found is not None
+        return found
+
+
+@dataclass
+class ShardedParam:
+    """Parameter that ranks share.
+
+    Attributes:
+        homes: every place where modules have it; several where it is tied.
+        shape: of the whole, and how it is cut; of this rank's local tensor where the parameter is
+            a DTensor by itself (tensor parallelism).
+        sharded: what optimizers see: a DTensor of which this rank has a share.
+        whole: what modules compute with; its memory comes and goes. None before the first time.
+        partial: a gradient that has been accumulated without communication in the dtype in which
+            gradients are reduced, where that is not the one in which they arrive.
+        trained: whether it wanted a gradient when last looked at.
+        watched: what has the gradients of `whole` noticed; None: nothing.
+        name: in the root module, once that is known.
+        inner: of the whole, where that is a DTensor.
+        spec: of the shares and their gradients.
+    """
+
+    homes: list[Home]
+    shape: Shape
+    place: Place
+    sharded: nn.Parameter
+    whole: nn.Parameter | None = None
+    partial: torch.Tensor | None = None
+    name: str = ""
+    inner: DTensorSpec | None = None
+    spec: DTensorSpec = field(init=False)
+    trained: bool = field(init=False)
+    watched: core.WatchedGradient | None = None
+    _relay: RemovableHandle | None = None
+    _lent: torch.Tensor | None = None
+    _lent_version = 0
+    _version: int | None = None  # of the share, when it was gathered
+    _wrapper: torch.UntypedStorage = field(init=False)
+    _local: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trained = self.sharded.requires_grad
+        self._note()
+        self.name = self.name or self.homes[0].name
+        self.spec = spec_of(self.sharded)
+
+    def described(self) -> Param:
+        """Return what it must have in common with the other ranks' parameter."""
+        dtype = str(self.sharded.dtype).removeprefix("torch.")
+        return self.name, self.shape.sizes, dtype, self.sharded.requires_grad
+
+    def set_spec(self, dtype: torch.dtype) -> None:
+        """Set the dtype of parameters and gradients."""
+        self.spec = with_dtype(self.spec, dtype)
+
+    def make_whole(self, memory: torch.Tensor) -> None:
+        """Make a parameter of what is in `memory`, to compute with."""
+        if self.inner is not None:
+            memory = make_dtensor(memory, with_dtype(self.inner, memory.dtype))
+        self.whole = nn.Parameter(memory, requires_grad=self.sharded.requires_grad)
+        self.watched = self._relay = None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """Return this rank's share."""
+        return local_of(self.sharded)
+
+    def local_sizes(self) -> tuple[int, ...]:
+        return self.shape.local(self.place.rank, self.place.world)
+
+    def share_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the part of `whole`, of the whole parameter's sizes, that this rank keeps."""
+        dim, world, rank = self.shape.dim, self.place.world, self.place.rank
+        begin = min(self.shape.count(0, world) * rank, self.shape.sizes[dim])
+        return whole.narrow(dim, begin, self.shape.count(rank, world))
+
+    def is_whole(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` is a plain one of the whole parameter's sizes."""
+        return (
+            type(tensor) in (torch.Tensor, nn.Parameter)
+            and self.inner is None
+            and tuple(tensor.shape) == self.shape.sizes
+        )
+
+    def as_dtensor(self, local: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor, placed as the parameter, of which this rank has `local`."""
+        return make_dtensor(with_own_storage(local), with_dtype(self.spec, local.dtype))
+
+    def gradient(self) -> torch.Tensor | None:
+        """Return this rank's share of the gradient."""
+        grad = self.sharded.grad
+        return None if grad is None else local_of(grad)
+
+    def set_gradient(self, local: torch.Tensor) -> None:
+        self.sharded.grad = make_dtensor(local, self.spec)
+
+    def whole_local(self) -> torch.Tensor:
+        """Return this rank's tensor of the whole, where that is a DTensor; otherwise the whole."""
+        assert self.whole is not None
+        return self.whole if self.inner is None else local_of(self.whole)
+
+    def _note(self) -> None:
+        self._wrapper, self._local = self.sharded.untyped_storage(), self.local
+
+    def note_local(self) -> None:
+        """Note the local tensor: it is where it should be."""
+        self.check_data()
+        self._note()
+
+    def note_version(self) -> None:
+        """Note that the share is gathered as it is now, unless that has begun before."""
+        if self._version is None:
+            self._version = self.sharded._version
+
+    def forget_version(self) -> None:
+        """Note that nothing is gathered."""
+        self._version = None
+
+    def is_gathered(self) -> bool:
+        """Return whether `whole` has the values of the shares, or is about to."""
+        return self._version is not None
+
+    def is_changed(self) -> bool:
+        """Return whether a script has written to the share since it was gathered.
+
+        It is seen alike on every rank, as it is the version of the DTensor. What is written to
+        `.data` has versions of its own.
+        """
+        return self._version is not None and self.sharded._version != self._version
+
+    def is_exchanged(self) -> bool:
+        """Return whether a script has registered another parameter, or given this one other data.
+
+        Raises:
+            RuntimeError: it has assigned to `.data`, or taken the parameter out of its module.
+        """
+        self.check_data()
+        exchanged = self.local is not self._local
+        for home in self.homes:
+            found = home.module._parameters.get(home.name)
+            if found is self.sharded or found is self.whole:
+                continue
+            if found is None or home is not self.homes[0]:
+                done = "removed" if found is None else "exchanged where it is tied to another"
+                raise RuntimeError(
+                    f"parameter {self.name!r} was {done} after fully_shard(), so what its module "
+                    "computes with is not synchronised; change the model before wrapping it"
+                )
+            exchanged = True
+        return exchanged
+
+    def check_data(self) -> None:
+        """
+        Raises:
+            RuntimeError: a script has assigned to `.data`, which changes no values of a DTensor.
+        """
+        if self.local is self._local and storage_address(self.sharded) != self._wrapper._cdata:
+            raise RuntimeError(
+                f"something was assigned to the .data of parameter {self.name!r}, which is a "
+                "DTensor: torch leaves its values as they were. Write into it instead, as with "
+                "param.data.copy_(values) or param.data.clamp_(-1, 1); values may be a DTensor, "
+                "such as a copy of the parameter, or torch.distributed.tensor.distribute_tensor("
+                "whole, param.device_mesh, param.placements)"
+            )
+
+    def watch(self, gradients: core.UnitGradients) -> None:
+        """Watch the gradients of `whole`, and show them to the hooks of the parameter."""
+        if self.whole is None or not self.whole.requires_grad:
+            return
+        if self.watched is None:
+            self.watched = gradients.watch(self.whole)
+        if self._relay is None and self.sharded._backward_hooks:
+            self._relay = self.whole.register_hook(self._call_tensor_hooks)
+
+    def _call_tensor_hooks(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Show this rank's own gradient to hooks, as an unsharded parameter does."""
+        for hook in tensor_hooks(self.sharded):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
+
+    def call_hooks(self) -> None:
+        """Call the hooks that run when autograd has set a gradient."""
+        for hook in accumulate_hooks(self.sharded):
+            hook(self.sharded)
+
+    def has_hooks(self) -> bool:
+        return bool(accumulate_hooks(self.sharded))
+
+    def _fresh_gradient(self) -> torch.Tensor | None:
+        """Return and remove what autograd has accumulated."""
+        if self.whole is None:
+            return None
+        fresh, self.whole.grad = self.whole.grad, None
+        if fresh is None or self.inner is None:
+            return fresh
+        return local_gradient(fresh, self.inner)
+
+    def take_whole_gradient(self) -> torch.Tensor | None:
+        """Return and remove what this rank has accumulated for the whole parameter."""
+        fresh = self._fresh_gradient()
+        partial, self.partial = self.partial, None
+        if partial is None or fresh is None:
+            return fresh if partial is None else partial
+        return partial.add_(fresh)
+
+    def keep_whole_gradient(self, dtype: torch.dtype) -> None:
+        """Keep what was accumulated in `dtype` for later backwards."""
+        if self.whole is None or self.whole.grad is None:
+            return
+        if self.partial is None and self.whole.grad.dtype == dtype:
+            return
+        fresh = self._fresh_gradient()
+        assert fresh is not None
+        self.partial = fresh.to(dtype) if self.partial is None else self.partial.add_(fresh)
+
+    def lend_gradient(self) -> None:
+        """Let a script find the share's gradient at `whole`, to read, change or reset it."""
+        if self.whole is None or self.sharded.grad is None or self.whole.grad is not None:
+            return
+        if self.inner is None:
+            lent = self._in_dtype(self.sharded.grad, self.whole.dtype)
+            self._lent, self._lent_version, self.whole.grad = lent, lent._version, lent
+
+    def _in_dtype(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a DTensor as it is, or a copy of another dtype."""
+        if gradient.dtype == dtype:
+            return gradient
+        return make_dtensor(local_of(gradient).to(dtype), with_dtype(spec_of(gradient), dtype))
+
+    @torch.no_grad()
+    def take_script_gradient(self) -> None:
+        """Give the share what the script has left there: that gradient, another one, or none."""
+        lent, self._lent = self._lent, None
+        if lent is None or self.whole is None:
+            return
+        found, self.whole.grad = self.whole.grad, None
+        if found is lent and lent._version == self._lent_version:
+            return  # and the share's may be another one by now
+        if found is None or isinstance(found, DTensor):
+            dtype = self.sharded.dtype
+            self.sharded.grad = None if found is None else self._in_dtype(found, dtype)
+            return
+        each, dim = self.shape.count(0, self.place.world), self.shape.dim
+        begin = min(each * self.place.rank, self.shape.sizes[dim])
+        count = self.shape.count(self.place.rank, self.place.world)
+        self.set_gradient(found.detach().narrow(dim, begin, count).to(self.local, copy=True))
+
+    def freeze_alike(self) -> None:
+        """Make share and whole require a gradient alike: a script may freeze or unfreeze either."""
+        if self.whole is not None and self.whole.requires_grad != self.sharded.requires_grad:
+            wanted = not self.trained  # which one of them has been set to
+            self.whole.requires_grad_(wanted)
+            self.sharded.requires_grad_(wanted)
+        self.trained = self.sharded.requires_grad
+
+    def show_sharded(self) -> None:
+        self.take_script_gradient()
+        self.freeze_alike()
+        for home in self.homes:
+            home.put(self.sharded)
+
+    def show_whole(self) -> None:
+        assert self.whole is not None
+        self.take_script_gradient()
+        self.freeze_alike()
+        for home in self.homes:
+            home.put(self.whole)
+
+
+def find_homes(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> list[list[Home]]:
+    """Return every place of each parameter inside `modules`."""
+    homes: dict[int, list[Home]] = {id(param): [] for param in params}
+    seen: set[int] = set()
+    for root in modules:
+        for module in root.modules():
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            for name, param in module._parameters.items():
+                if param is not None and id(param) in homes:
+                    homes[id(param)].append(Home(module, name))
+    return [homes[id(param)] for param in params]

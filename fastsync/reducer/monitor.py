@@ -1,0 +1,467 @@
+"""Watch for faults of other ranks: one watch for each process group.
+
+csrc/fault/fault_watch.h says how it works. Here the ranks agree that there is one, and find each
+other: each offers an address, or says why not, and all see all offers. Until then the rendezvous
+store tells which ranks have come.
+
+Wherever Python brings all ranks together, they visit a place (csrc/fault/wait_scope.h). A rank that
+waits there watches for ranks that have ended, and warns of those that are late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache, partial
+from typing import Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from fastsync._build.env import Env
+from fastsync._torch import (
+    Store,
+    gather_objects,
+    group_store,
+    group_timeout,
+    is_gloo,
+    talks_by_gloo,
+)
+from fastsync.faults.barrier import Arrivals, ExitReasons
+from fastsync.faults.exit_reasons import before_leaving
+from fastsync.faults.rendezvous import Rendezvous, UnreachableStoreError, needing_store
+from fastsync.faults.stores import limit_silence
+from fastsync.faults.sync_fault import SyncFault
+from fastsync.reducer import core
+from fastsync.reducer.monitor_offers import Offer, make_offer, why_not
+
+__all__ = [
+    "answer_of",
+    "awaited",
+    "come_together",
+    "expect_watch",
+    "explain_end",
+    "explained",
+    "gather_watched",
+    "is_over",
+    "lend_watch",
+    "looker",
+    "looks_out",
+    "meeting_place",
+    "open_watch",
+    "watch_of",
+    "watched",
+    "watched_call",
+    "wrapping",
+]
+
+T = TypeVar("T")
+Start = Callable[[], dist.Work]
+
+_log = logging.getLogger("fastsync")
+_LOOK = timedelta(milliseconds=50)  # between two looks at the others
+_WRAPPING = "the wrapping of the model"
+
+
+class _Visit(Protocol):
+    """Wait of this rank for others; see csrc/fault/wait_scope.h."""
+
+    def look(self) -> None: ...
+    def explain(self, error: str) -> None: ...
+    def end(self, came: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Lookout:
+    """Watch of the ranks of a group.
+
+    Attributes:
+        ranks: ranks of the group, as the watch counts them.
+    """
+
+    watch: core.FaultWatch
+    ranks: tuple[int, ...]
+
+
+@cache
+def _lookouts() -> weakref.WeakKeyDictionary[dist.ProcessGroup, _Lookout]:
+    """Return the watches of this process, by group."""
+    return weakref.WeakKeyDictionary()
+
+
+def watch_of(group: dist.ProcessGroup) -> core.FaultWatch | None:
+    """Return the watch of a group, if there is one."""
+    lookout = _lookouts().get(group)
+    return None if lookout is None else lookout.watch
+
+
+def lend_watch(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """Let ranks that wait in `part`, a group of ranks of `group`, watch as in `group`."""
+    lookout = _lookouts().get(group)
+    if lookout is not None:
+        known = dict(zip(dist.get_process_group_ranks(group), lookout.ranks, strict=True))
+        ranks = tuple(known[rank] for rank in dist.get_process_group_ranks(part))
+        _lookouts()[part] = _Lookout(lookout.watch, ranks)
+
+
+def looks_out(group: dist.ProcessGroup) -> bool:
+    """Return whether a rank can check for faults while it waits for the others of `group`."""
+    return watch_of(group) is not None and is_gloo(group)
+
+
+@cache
+def _last_words() -> weakref.WeakKeyDictionary[dist.ProcessGroup, ExitReasons]:
+    """Return the exit reasons of this process, by groups whose ranks are going
+    to watch each other.
+    """
+    return weakref.WeakKeyDictionary()
+
+
+def expect_watch(group: dist.ProcessGroup) -> None:
+    """Prepare to tell the other ranks why this rank's script raises before `open_watch`, if it
+    does.
+    """
+    store = group_store(group)
+    if group.size() == 1 or store is None or group in _lookouts() or group in _last_words():
+        return
+    words = ExitReasons(store, group.group_name, group.rank())
+    _last_words()[group] = words
+    before_leaving(words)
+
+
+def open_watch(group: dist.ProcessGroup, obstacle: str = "") -> str:
+    """Let the ranks of `group` watch each other, from its first model on. Collective.
+
+    Args:
+        obstacle: why this rank will not wrap a model.
+
+    Returns:
+        Why they do not watch each other, which rank 0 logs: a rank has an obstacle, sets
+        ``FASTSYNC_WATCH=0``, or cannot listen. Empty where they do, or where the group has one
+        rank.
+
+    Raises:
+        SyncFault: a rank has not come in time, or has ended before.
+        UnreachableStoreError: this rank has lost the store; the others know that it is here.
+    """
+    store = group_store(group)
+    if group.size() == 1 or store is None or group in _lookouts():
+        return ""
+    with contextlib.suppress(ValueError):  # of the environment, which is an obstacle
+        limit_silence(store, Env.read().lost_after)
+    watch, offer = make_offer(store, obstacle)
+    offers = _first_offers(offer, group, store)
+    refusal = why_not(offers)
+    if watch is None or refusal:
+        if group.rank() == 0:
+            _log.info("fastsync: nobody looks out for faults: %s", refusal)
+        return refusal
+    addresses = [(*o.address, o.process, o.machine) for o in offers if o.address is not None]
+    missing = watch.connect(addresses, group.rank())
+    if missing:
+        _log.warning("fastsync: no connection for news of faults to ranks %s", missing)
+    _lookouts()[group] = _Lookout(watch, tuple(range(group.size())))
+    before_leaving(watch)
+    _last_words().pop(group, None)
+    return ""
+
+
+def _first_offers(mine: Offer, group: dist.ProcessGroup, store: Store) -> list[Offer]:
+    """Gather every rank's offer, while only the store can tell of faults. Collective."""
+    try:
+        warn_after = Env.read().stall_warn
+    except ValueError:  # which is an obstacle
+        warn_after = Env.stall_warn
+    me, visit, lost = (group.group_name, group.rank(), group.size()), None, None
+    looks = talks_by_gloo(group)
+    try:
+        with needing_store(group, _WRAPPING):
+            visit = Arrivals(store, me, warn_after, core.process_has_ended, looks)
+    except UnreachableStoreError as error:
+        # The others would say that this rank has not come, so it tells them in the group.
+        mine, lost = Offer(None, mine.process, mine.machine, str(error)), error
+    if looks:
+        offers = _gather(mine, group, partial(_wait, visit))
+    else:
+        with _explained_by(visit):
+            offers = gather_objects(mine, group)
+    if lost is not None:
+        raise lost
+    if visit is not None:
+        visit.passed()
+    return offers
+
+
+def explained(group: dist.ProcessGroup, place: str) -> contextlib.AbstractContextManager[None]:
+    """Turn an error of a backend into one that names the ranks that have ended, if any have.
+
+    Args:
+        place: what this rank is in, as it should read in the error.
+
+    Raises:
+        SyncFault: with the backend's words at its end.
+    """
+    return _explained_by(_visit(group, place, "apart"))
+
+
+def explain_end(group: dist.ProcessGroup, place: str, rank: int, error: str) -> None:
+    """Raise a `SyncFault` that says how `rank` of `group` has ended, if that is known.
+
+    Args:
+        place: what this rank is in, as it should read in the error.
+        error: what tells that the rank has ended.
+    """
+    lookout = _lookouts().get(group)
+    if lookout is not None:
+        visit = lookout.watch.visit("apart", place, [lookout.ranks[rank]])
+        try:
+            visit.explain(error)
+        finally:
+            visit.end(False)
+
+
+def wrapping(group: dist.ProcessGroup) -> contextlib.AbstractContextManager[None]:
+    """Begin a visit of this rank; return None without a watch."""
+    return _explained_by(_visit(group, _WRAPPING, "wrapping"))
+
+
+def _visit(group: dist.ProcessGroup, place: str, kind: str = "together") -> _Visit | None:
+    """Begin a visit of this rank; return None without a watch.
+
+    Args:
+        kind: "together" if each rank of `group` comes here as often as the others, and waits.
+    """
+    lookout = _lookouts().get(group)
+    return None if lookout is None else lookout.watch.visit(kind, place, lookout.ranks)
+
+
+@contextlib.contextmanager
+def _explained_by(visit: _Visit | None) -> Iterator[None]:
+    """End the visit."""
+    if visit is None:
+        yield
+        return
+    came = False
+    try:
+        yield
+        came = True
+    except RuntimeError as error:
+        came = True  # where others are to blame
+        if not isinstance(error, SyncFault):
+            visit.explain(str(error))
+            came = False
+        raise
+    finally:
+        visit.end(came)
+
+
+def watched(group: dist.ProcessGroup, place: str, start: Start, on_cpu: bool = False) -> None:
+    """Run a collective. A rank that waits in it watches for ranks that have ended, or are late.
+
+    A ring's collective fails on the neighbours of a rank that has ended, and hangs on all others.
+
+    Args:
+        place: what this rank is in, as it should read in an error.
+        start: begins the collective.
+        on_cpu: it is one of CPU tensors.
+
+    Raises:
+        SyncFault: a rank has ended, or the backend has failed because of one.
+    """
+    _run(_visit(group, place), group, start, on_cpu)
+
+
+def awaited(group: dist.ProcessGroup, place: str, work: dist.Work) -> None:
+    """Wait as `watched` does for a collective that has been started.
+
+    Some ranks may reach it by another way than this function.
+    """
+    _run(_visit(group, place, "apart"), group, lambda: work)
+
+
+def _run(
+    visit: _Visit | None, group: dist.ProcessGroup, start: Start, on_cpu: bool = False
+) -> None:
+    if visit is not None and (is_gloo(group) or (on_cpu and talks_by_gloo(group))):
+        _wait(visit, start)
+        return
+    with _explained_by(visit):
+        start().wait()
+
+
+def _wait(visit: _Visit | None, start: Start) -> None:
+    with _explained_by(visit):
+        work = start()
+        while not is_over(work):
+            if visit is not None:
+                visit.look()
+
+
+def come_together(group: dist.ProcessGroup, place: str) -> None:
+    """Return once all ranks of `group` have come, where ranks can check while they wait.
+    Collective.
+
+    The wait that follows cannot check for faults, so no rank may still be late when it begins.
+    """
+    if looks_out(group):
+        watched(group, place, partial(dist.barrier, group=group, async_op=True))
+
+
+def watched_call(
+    group: dist.ProcessGroup, place: str, call: Callable[[], T], within: timedelta | None = None
+) -> T:
+    """Return the result of `call`, which waits for other ranks and cannot check for faults.
+
+    It runs on a thread of its own. Where a rank has ended, that thread is left to itself: such a
+    wait cannot be ended, and the thread is not joined.
+
+    Args:
+        place: what this rank is in, as it should read in an error.
+        within: how long ranks that are late are waited for; None: as long as `call` does.
+
+    Raises:
+        SyncFault: a rank has ended, is late, or `call` has failed because of one.
+    """
+    made: Future[T] = Future()
+    visit, begun = _visit(group, place), time.monotonic()
+    with _explained_by(visit):
+        threading.Thread(target=_fulfil, args=(made, call), daemon=True).start()
+        while not wait([made], _LOOK.total_seconds()).done:
+            if visit is not None:
+                visit.look()
+                if within is not None and time.monotonic() - begun > within.total_seconds():
+                    visit.explain(f"timed out after {within.total_seconds():g} s")
+                    within = None  # no rank is late
+        return made.result()
+
+
+def gather_watched(mine: T, group: dist.ProcessGroup, place: str) -> list[T]:
+    """Return what every rank of `group` passes, by rank: anything that can be pickled. Collective.
+
+    Args:
+        place: what this rank is in, as it should read in an error.
+
+    Raises:
+        SyncFault: a rank has ended.
+    """
+    if watch_of(group) is not None and talks_by_gloo(group):
+        return _gather(mine, group, partial(watched, group, place, on_cpu=True))
+    with _explained_by(_visit(group, place)):
+        return gather_objects(mine, group)
+
+
+def _gather(mine: T, group: dist.ProcessGroup, run: Callable[[Start], None]) -> list[T]:
+    """Gather as `gather_watched` does, over Gloo; `run` waits for the
+    collectives that it is given.
+    """
+    own = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    sizes = _gather_rows(torch.tensor([own.numel()], device="cpu"), group, run)
+    padded = own.new_zeros(max(int(size) for size in sizes))
+    padded[: own.numel()] = own
+    rows = _gather_rows(padded, group, run)
+    pairs = zip(rows, sizes, strict=True)
+    return [cast(T, pickle.loads(row[: int(size)].numpy().tobytes())) for row, size in pairs]
+
+
+def _gather_rows(
+    mine: torch.Tensor, group: dist.ProcessGroup, run: Callable[[Start], None]
+) -> list[torch.Tensor]:
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    run(partial(dist.all_gather, rows, mine, group=group, async_op=True))
+    return rows
+
+
+def _fulfil(made: Future[T], call: Callable[[], T]) -> None:
+    try:
+        made.set_result(call())
+    except BaseException as error:
+        made.set_exception(error)
+
+
+def is_over(work: dist.Work) -> bool:
+    """Return whether a collective over Gloo is over, after a short wait. Raise if it has failed."""
+    try:
+        work.wait(_LOOK)
+    except RuntimeError:  # that time is over, too, and it may end just now
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
+
+
+def looker(group: dist.ProcessGroup, place: str) -> Callable[[], None]:
+    """Return a function that raises a `SyncFault` where a rank has ended, for a waiting thread.
+
+    It also warns of a long wait, for this rank alone.
+
+    Args:
+        place: what it is in, as it should read in the error and in the warning.
+    """
+    lookout = _lookouts().get(group)
+    if lookout is None:
+        return lambda: None
+    me = lookout.ranks[group.rank()]
+    ranks = sorted(lookout.ranks, key=lambda rank: rank != me)  # the first one warns
+    return lookout.watch.visit("apart", place, ranks).look
+
+
+@contextlib.contextmanager
+def answer_of(group: dist.ProcessGroup, place: str, rank: int) -> Iterator[Callable[[], None]]:
+    """Warn of `rank` of `group` while a thread waits for its answer and checks now and then.
+
+    A rank whose script has come to its end may still answer, so its end is not looked for at once.
+
+    Args:
+        place: what this rank is in, as it should read in a warning and an error.
+
+    Yields:
+        A function that may raise a `SyncFault`, and at the group's timeout a `TimeoutError` at
+        least.
+    """
+    lookout, begun, timeout = _lookouts().get(group), time.monotonic(), group_timeout(group)
+    visit: _Visit | None = None
+    if lookout is not None:
+        both = [lookout.ranks[group.rank()], lookout.ranks[rank]]  # the first says which is late
+        visit = lookout.watch.visit("apart", place, both)
+
+    def look() -> None:
+        waited = time.monotonic() - begun
+        if visit is not None and waited >= Env.read().stall_warn:
+            visit.look()
+        if timeout is not None and waited > timeout.total_seconds():
+            text = f"rank {rank} did not come within {timeout.total_seconds():g} s"
+            if visit is not None:
+                visit.explain(text)
+            raise TimeoutError(text)
+
+    try:
+        yield look
+    finally:
+        if visit is not None:
+            visit.end(False)
+
+
+def meeting_place(group: dist.ProcessGroup, name: str, timeout: float) -> Rendezvous:
+    """Return the place at which ranks that wait for each other watch for faults. See
+    `Rendezvous`.
+    """
+
+    @contextlib.contextmanager
+    def visit(reason: str) -> Iterator[Callable[[], None]]:
+        visiting, came = _visit(group, reason), False
+        try:
+            yield (lambda: None) if visiting is None else visiting.look
+            came = True
+        finally:
+            if visiting is not None:
+                visiting.end(came)
+
+    return Rendezvous(group, name, timeout, visit)

@@ -1,0 +1,210 @@
+"""Watchers between `optimizer.step()` and the optimizer, which see steps and may change what they
+step on.
+
+Torch calls hooks before and after every step of every optimizer. One that is called before may
+replace the arguments of `step`, the optimizer itself among them: by a stand-in.
+
+[Note: inside the hooks of a script]
+Hooks of a script may write to parameters, gradients and settings. What they write before a step has
+to count in it, and after a step they have to find what it has made, on every rank. So a watcher
+that replaces a step is called last of all hooks before it and first of all hooks after it. Torch
+calls hooks of all optimizers first, then those of this one, and after the step the other way
+around. A hook of all optimizers, which runs before every step, therefore moves a pair of hooks of
+this optimizer to the innermost place, wherever the script has put its own since.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import optim
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fastsync._torch import InnermostHooks
+
+__all__ = [
+    "Arguments",
+    "StepWatcher",
+    "is_elementwise",
+    "known_optimizers",
+    "params_of",
+    "plain_step",
+    "stand_in_for",
+    "watch_steps",
+    "with_loss",
+]
+
+# Of a call of `step`, self first.
+Arguments = tuple[Any, ...]
+# Each element's update depends on that element's weight, gradient and state alone.
+_ELEMENTWISE = (
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+
+
+class StepWatcher:
+    """Object that is asked before each step of any optimizer, and called after it."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note that a step begins; some hooks of the script are still to come."""
+
+    def replaces(self, optimizer: Optimizer) -> bool:
+        """Return whether `replace_step` and `end_step` are to be called for this optimizer."""
+        return False
+
+    def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
+        """Replace a step, after every hook that the script registered to run before it.
+
+        Args:
+            args: perhaps with another watcher's stand-in.
+
+        Returns:
+            What to call `step` with instead; None: with these.
+        """
+        return None
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """End a step, before every hook that the script registered to run after it."""
+
+    def within_step(self, hooks: Sequence[Callable[..., Any]]) -> None:
+        """Handle a stand-in's call of its base class's `step`.
+
+        torch then calls these hooks of the script once more, before `end_step`.
+        """
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Note that the step has been made, or what stood in for it."""
+
+
+def watch_steps(watcher: StepWatcher) -> Callable[[], None]:
+    """Let `watcher` see all steps as long as it lives, after the watchers registered before it.
+
+    Returns:
+        A function that ends this. Do not call it while torch goes through the hooks of a step.
+    """
+    me = weakref.ref(watcher)
+    inner: weakref.WeakKeyDictionary[Optimizer, InnermostHooks] = weakref.WeakKeyDictionary()
+    hooks = (
+        register_optimizer_step_pre_hook(partial(_before_step, me, inner)),
+        register_optimizer_step_post_hook(lambda *call: _forward(me, _after_step, *call)),
+    )
+
+    # Not where the watcher ends: a garbage collection may end it inside a step, while torch goes
+    # through these hooks. One whose watcher is gone does nothing.
+    def stop() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return stop
+
+
+def _forward(watcher: weakref.ref[StepWatcher], hook: Callable[..., Any], *call: Any) -> Any:
+    alive = watcher()
+    return None if alive is None else hook(alive, *call)
+
+
+def _before_step(
+    watcher: weakref.ref[StepWatcher],
+    inner: weakref.WeakKeyDictionary[Optimizer, InnermostHooks],
+    optimizer: Optimizer,
+    *_: object,
+) -> None:
+    alive = watcher()
+    if alive is None:
+        return
+    alive.before_step(optimizer)
+    if alive.replaces(optimizer):
+        if optimizer not in inner:
+            inner[optimizer] = InnermostHooks(
+                lambda *call: _forward(watcher, _replace_step, *call),
+                lambda *call: _forward(watcher, _end_step, *call),
+                lambda hooks: _forward(watcher, _within_step, hooks),
+            )
+        inner[optimizer].place(optimizer)
+
+
+def _replace_step(
+    watcher: StepWatcher, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    args = tuple(args)
+    if "closure" in kwargs:
+        args, kwargs = (*args, kwargs["closure"]), {**kwargs}
+        del kwargs["closure"]
+    changed = watcher.replace_step(optimizer, args)
+    return None if changed is None else (changed, kwargs)
+
+
+def _end_step(watcher: StepWatcher, optimizer: Optimizer, *_: object) -> None:
+    watcher.end_step(optimizer)
+
+
+def _within_step(watcher: StepWatcher, hooks: Sequence[Callable[..., Any]]) -> None:
+    watcher.within_step(hooks)
+
+
+def _after_step(watcher: StepWatcher, optimizer: Optimizer, *_: object) -> None:
+    watcher.after_step(optimizer)
+
+
+def with_loss(args: Arguments) -> Arguments:
+    """Call a closure now: it computes gradients, which are to be seen before the step."""
+    if len(args) < 2 or not callable(args[1]):
+        return args
+    with torch.enable_grad():
+        loss = args[1]()
+    return (args[0], lambda: loss, *args[2:])
+
+
+def known_optimizers(names: Sequence[str]) -> tuple[type, ...]:
+    """Return the optimizers of these names that this torch has: versions differ."""
+    return tuple(getattr(optim, name) for name in names if hasattr(optim, name))
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether any piece of a parameter may step by itself: a class of torch, not one
+    derived.
+    """
+    return type(optimizer) in known_optimizers(_ELEMENTWISE)
+
+
+def params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters that it steps on."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def stand_in_for(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
+    """Return an optimizer of the same class, settings and state, with other groups.
+
+    The optimizer itself stays as it is, even where the step raises.
+    """
+    stand_in: Optimizer = object.__new__(type(optimizer))
+    stand_in.__dict__.update(optimizer.__dict__, param_groups=list(groups))
+    return stand_in
+
+
+def plain_step(optimizer: Optimizer) -> None:
+    """Make a step as its class does, without any hooks.
+
+    Args:
+        optimizer: of a class of torch, whose `step` torch has wrapped to call hooks.
+    """
+    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]

@@ -1,0 +1,88 @@
+"""Exchanges that every rank has to ask for: a rank that asks alone gets an error, not an endless
+wait.
+
+Ranks of one machine meet in memory, where a meeting takes about as long as waking a process does;
+others through the rendezvous store.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from fastsync.faults.rendezvous import Rendezvous
+from fastsync.reducer import core
+from fastsync.reducer.monitor import watched
+
+__all__ = ["Exchange"]
+
+_REMEDY = (
+    "Gradients and the optimizer's state are spread over the ranks: look at them on every rank, or "
+    "on none. "
+    "FastDDP(zero=0) keeps all of them everywhere"
+)
+
+
+class Exchange:
+    """Ranks that exchange what they have of gradients.
+
+    Args:
+        group: the ranks.
+        place: where they meet before they exchange anything.
+        words: where they meet instead, if they share memory.
+        device: of the gradients.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        place: Rendezvous,
+        words: core.SharedWords | None,
+        device: torch.device,
+    ) -> None:
+        self.group, self._place, self._words, self._device = group, place, words, device
+
+    def meet(self, wish: str) -> None:
+        """Wait until every rank wants to exchange the same.
+
+        Raises:
+            RuntimeError: some do not come, or want something else.
+        """
+        if self._words is not None:
+            self._tell(self._words, wish, 0.0)
+        elif not self._place.meet(f"the others to ask for {wish}", wish, _REMEDY):
+            raise self._disagreement(wish)
+
+    def sum(self, wish: str, mine: float) -> float:
+        """Return the sum of `mine` over the ranks. Collective; see `meet`."""
+        if self._words is not None:
+            return sum(self._tell(self._words, wish, mine))
+        self.meet(wish)
+        total = torch.tensor([mine], dtype=torch.float64, device=self._device)
+        self.reduce(total, wish)
+        return total.item()
+
+    def reduce(
+        self, tensor: torch.Tensor, wish: str, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
+        """Reduce in place over the ranks, which have met for it. Collective."""
+        start = partial(dist.all_reduce, tensor, how, group=self.group, async_op=True)
+        watched(self.group, wish, start)
+
+    def _tell(self, words: core.SharedWords, wish: str, mine: float) -> list[float]:
+        """Return each rank's number, by rank."""
+        try:
+            everyones = words.exchange(wish, mine)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}. {_REMEDY}") from error
+        if everyones is None:
+            raise self._disagreement(wish)
+        return everyones
+
+    def _disagreement(self, wish: str) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.group.rank()} asks for {wish}, but other ranks ask for something else. "
+            f"{_REMEDY}"
+        )

@@ -1,0 +1,448 @@
+"""Gradients of which each rank keeps its own region, and the faces that scripts see of them.
+
+After a backward that synchronises, a rank has the averages of the elements that it owns and no
+others. `param.grad` is then a `ShardedGradient`: it has the parameter's shape, dtype and device,
+but no memory. What it is asked for decides what happens:
+
+* Norms, and in-place operations that treat all elements alike (clipping, unscaling, zeroing), work
+  on the regions; ranks exchange scalars.
+* A gradient that is added, as autograd does under `no_sync()`, waits beside it for the next
+  backward.
+* Anything else makes it whole: the ranks collect it, and `param.grad` is a plain tensor from then
+  on.
+
+Exchanges first meet through the rendezvous store, so that a rank that asks alone gets an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+
+from fastsync._torch import WrapperTensor, map_tensors
+from fastsync.reducer import core
+from fastsync.zero.exchange import Exchange
+from fastsync.zero.flat_buffer import FlatBuffer
+
+__all__ = [
+    "GradientShards",
+    "ShardGroup",
+    "ShardedGradient",
+    "gather_foreign",
+    "lend_gradients",
+    "make_whole",
+]
+
+
+class ShardGroup:
+    """The ranks that share gradients, and all units of these.
+
+    Args:
+        exchange: of what the ranks have.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.units: list[GradientShards] = []
+        self._norms: dict[int, list[torch.Tensor]] = {}
+        self._norms_of: tuple[object, ...] = ()
+
+    def norm(self, share: Share, order: float) -> torch.Tensor:
+        """Return the norm of one gradient. Those of all others come with it, in one exchange."""
+        state = (order, *((id(unit), unit.version()) for unit in self.units))
+        if state != self._norms_of:
+            self._norms = self._exchange_norms(order)
+            self._norms_of = state
+        norm = self._norms[id(share.shards())][share.index]
+        return norm.clone()
+
+    def _exchange_norms(self, order: float) -> dict[int, list[torch.Tensor]]:
+        self.exchange.meet(f"norms of order {order:g} of gradients")
+        pieces = [share.piece for unit in self.units for share in unit.shares()]
+        local = torch.stack([_powers(piece, order) for piece in pieces])
+        how = dist.ReduceOp.MAX if order == float("inf") else dist.ReduceOp.SUM
+        self.exchange.reduce(local, "norms of gradients", how)
+        if order != float("inf"):
+            local = local.pow(1.0 / order)
+        norms = iter(local.unbind())
+        return {id(unit): [next(norms).to(unit.dtype) for _ in unit.faces] for unit in self.units}
+
+
+def _powers(piece: torch.Tensor, order: float) -> torch.Tensor:
+    """Return the sum of |x|^order; the largest |x| where it is infinite."""
+    wide = torch.float64 if piece.dtype is torch.float64 else torch.float32
+    if piece.numel() == 0:
+        return torch.zeros((), dtype=wide, device=piece.device)
+    norm: torch.Tensor = torch.linalg.vector_norm(piece, order, dtype=wide)
+    return norm if order == float("inf") else norm.pow(order)
+
+
+class Share:
+    """One rank's part of one parameter's gradient.
+
+    Attributes:
+        piece: the averages of the elements that this rank owns, one-dimensional.
+        begin: the first of them, in the order of the parameter's memory.
+        whole: all elements, once the script has asked for them. `piece` means nothing then.
+        released: the values are those of an earlier backward, and are still referenced.
+    """
+
+    def __init__(self, shards: GradientShards, index: int, piece: torch.Tensor, begin: int) -> None:
+        self._shards = weakref.ref(shards)
+        self.index, self.piece, self.begin = index, piece, begin
+        self.whole: torch.Tensor | None = None
+        self.released = False
+        self._pending: torch.Tensor | None = None
+
+    def shards(self) -> GradientShards:
+        """Return the unit.
+
+        Raises:
+            RuntimeError: its model is gone.
+        """
+        alive = self._shards()
+        if alive is None:
+            raise RuntimeError(
+                "this gradient was spread over the ranks by a FastDDP that is gone; set it to None"
+            )
+        return alive
+
+    @property
+    def pending(self) -> torch.Tensor | None:
+        """Return what this rank has accumulated since the averages came."""
+        return self._pending if self.released else self.shards().core.pending(self.index)
+
+    @pending.setter
+    def pending(self, local: torch.Tensor | None) -> None:
+        if self.released:
+            self._pending = local
+        else:
+            self.shards().core.set_pending(self.index, local)
+
+    @property
+    def is_average(self) -> bool:
+        """Return whether the regions are all there is."""
+        return self.whole is None and self.pending is None
+
+    def release(self) -> None:
+        """Copy the values, so that a face that is still referenced keeps them."""
+        pending = self.pending
+        self.piece = self.piece.clone()
+        self.released, self._pending = True, pending
+
+    def owned(self) -> torch.Tensor:
+        """Return the elements that this rank owns, one-dimensional, with what
+        it has added to them.
+        """
+        numel, pending = self.piece.numel(), self.pending
+        if pending is None:
+            return self.piece
+        start = pending.storage_offset() + self.begin
+        return self.piece + pending.as_strided((numel,), (1,), start)
+
+    def collected(self) -> torch.Tensor:
+        """Return all elements. Collective, unless they have been asked for before."""
+        if self.whole is not None:
+            return self.whole
+        whole, pending = self.shards().collect(self), self.pending
+        return whole if pending is None else whole + pending
+
+    def make_whole(self) -> torch.Tensor:
+        """Return all elements, which `param.grad` has from now on. Collective
+        like `collected()`.
+        """
+        if self.whole is None:
+            self.whole = self.collected()
+            if not self.released:
+                self.shards().replace(self.index, self.whole)
+        return self.whole
+
+
+class ShardedGradient(WrapperTensor):
+    """Tensor in `param.grad` that stands for a gradient spread over the ranks."""
+
+    share: Share
+    _handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, share: Share) -> ShardedGradient:
+        face = cls.without_memory(like)
+        face.share = share
+        return face
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = cls._handlers.get(func)
+        result = NotImplemented if handler is None else handler(func, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        args, kwargs = map_tensors(cls, lambda face: face.share.make_whole(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return (
+            f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}; spread over the "
+            "ranks: clone() it on every rank to see its elements)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.share.make_whole().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.share.make_whole().clone()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.share.make_whole().numpy(force=force)
+
+    def data_ptr(self) -> int:
+        return self.share.make_whole().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.share.make_whole().untyped_storage()
+
+
+class GradientShards:
+    """The gradients of one unit of parameters.
+
+    Args:
+        space: where the parameters lie.
+        sharers: the ranks.
+    """
+
+    def __init__(self, space: FlatBuffer, sharers: ShardGroup) -> None:
+        self.space, self.params, self.sharers = space, space.params, sharers
+        first = space.params[0]
+        self.dtype = first.dtype
+        self.shard = torch.zeros(space.layout.region, dtype=first.dtype, device=first.device)
+        self._ranges = space.owned_ranges()
+        # Made once: a view that is made while torch dispatches has a version of its own.
+        self._pieces = [self.shard[start : start + numel] for start, numel, _ in self._ranges]
+        self.faces: list[torch.Tensor] = [self._face(i) for i in range(len(self.params))]
+        me = weakref.ref(self)
+        self.core = core.make_sharded_gradients(
+            self.shard, self.faces, lambda index: _release(me, index)
+        )
+
+    def version(self) -> int:
+        """Return a number that changes whenever the averages do."""
+        return self.shard._version
+
+    def shares(self) -> list[Share]:
+        """Return this rank's share of each member's gradient."""
+        return [face.share for face in self.faces if isinstance(face, ShardedGradient)]
+
+    def _face(self, index: int) -> ShardedGradient:
+        share = Share(self, index, self._pieces[index], self._ranges[index][2])
+        return ShardedGradient(self.params[index], share)
+
+    def release(self, index: int) -> None:
+        """Give the member's values to a new face; the old face keeps a copy of them."""
+        self.shares()[index].release()
+        self._renew(index)
+
+    def replace(self, index: int, whole: torch.Tensor) -> None:
+        """Make this tensor the member's gradient from now on."""
+        param, face = self.params[index], self.faces[index]
+        if param.grad is face:
+            param.grad = whole
+        self.core.set_pending(index, None)
+        self._renew(index)
+
+    def _renew(self, index: int) -> None:
+        self.faces[index] = self._face(index)
+        self.core.set_face(index, self.faces[index])
+
+    def collect(self, share: Share) -> torch.Tensor:
+        """Return all averages of one member, from all ranks. Collective.
+
+        Bytes are summed, of which only their owner's are not zero, so they arrive as they are.
+        """
+        param = self.params[share.index]
+        self.sharers.exchange.meet(f"the gradient of a parameter of {tuple(param.shape)}")
+        whole = torch.zeros_like(param)  # in the same order in memory
+        flat = whole.as_strided((whole.numel(),), (1,))
+        flat[share.begin : share.begin + share.piece.numel()] = share.piece
+        self.sharers.exchange.reduce(flat.view(torch.uint8), "the gathering of a gradient")
+        return whole
+
+
+def gather_foreign(space: FlatBuffer) -> None:
+    """Make gradients whole that another optimizer, or another wrapper, has cut differently.
+
+    Collective where there are any, which all ranks see alike.
+    """
+    for param in space.params:
+        grad = param.grad
+        if isinstance(grad, ShardedGradient) and grad.share.whole is None:
+            other = grad.share.shards().space
+            if other is not space and (
+                other.layout != space.layout
+                or any(a is not b for a, b in zip(other.params, space.params, strict=True))
+            ):
+                param.grad = grad.share.make_whole()
+
+
+def lend_gradients(space: FlatBuffer) -> None:
+    """Give each piece that this rank owns the elements of its parameter's gradient."""
+    for piece, tensor in space.owned.items():
+        grad = space.params[piece.param].grad
+        if isinstance(grad, ShardedGradient) and grad.share.whole is not None:
+            grad = grad.share.whole
+        if isinstance(grad, ShardedGradient):
+            mine = grad.share.owned()
+            grad = mine.as_strided(tensor.shape, tensor.stride(), mine.storage_offset())
+        elif grad is not None:
+            grad = space.cut(piece, grad)
+        tensor.grad = None if grad is None else grad.to(tensor.dtype)
+
+
+def make_whole(params: Iterable[torch.Tensor]) -> None:
+    """Put plain tensors into `param.grad` again. Collective where a face was there."""
+    for param in params:
+        if isinstance(param.grad, ShardedGradient):
+            param.grad = param.grad.share.make_whole()
+
+
+def _release(shards: weakref.ref[GradientShards], index: int) -> None:
+    alive = shards()
+    if alive is not None:
+        alive.release(index)
+
+
+_on = ShardedGradient.handles
+
+
+def _is_scalar(value: object) -> bool:
+    return not isinstance(value, torch.Tensor) or (
+        value.dim() == 0 and not isinstance(value, ShardedGradient)
+    )
+
+
+def _changed(faces: Sequence[ShardedGradient]) -> None:
+    """Note averages that were written here, where torch does not count that."""
+    increment_version([face.share.piece for face in faces])
+
+
+def _averages(values: Sequence[object]) -> bool:
+    """Return whether each is a gradient that is spread, with nothing beside it."""
+    return all(isinstance(v, ShardedGradient) and v.share.is_average for v in values)
+
+
+@_on("detach.default", "alias.default")
+def _detach(func: Any, face: ShardedGradient) -> ShardedGradient:
+    return ShardedGradient(face, face.share)
+
+
+@_on("zero_.default")
+def _zero(func: Any, face: ShardedGradient) -> Any:
+    if face.share.whole is not None:
+        return NotImplemented
+    face.share.pending = None
+    face.share.piece.zero_()
+    _changed([face])
+    return face
+
+
+@_on("_foreach_zero_.default")
+def _zero_all(func: Any, faces: Sequence[torch.Tensor]) -> None:
+    for face in faces:
+        face.zero_()
+
+
+@_on("add_.Tensor")
+def _accumulate(func: Any, face: Any, other: torch.Tensor, *, alpha: float = 1) -> Any:
+    """Accumulate as autograd does into a gradient that it finds; what a
+    script adds counts alike.
+    """
+    if not isinstance(face, ShardedGradient) or isinstance(other, ShardedGradient):
+        return NotImplemented
+    share = face.share
+    if share.whole is not None or other.shape != face.shape or other.dtype is not face.dtype:
+        return NotImplemented
+    added, before = other if alpha == 1 else other * alpha, share.pending
+    if before is None:
+        param = share.shards().params[share.index]
+        share.pending = torch.empty_like(param).copy_(added)  # in the same order in memory
+    else:
+        share.pending = before + added
+    return face
+
+
+@_on(
+    "mul_.Tensor",
+    "mul_.Scalar",
+    "div_.Tensor",
+    "div_.Scalar",
+    "clamp_.default",
+    "clamp_min_.default",
+    "clamp_max_.default",
+    "nan_to_num_.default",
+)
+def _elementwise(func: Any, face: Any, *others: Any, **named: Any) -> Any:
+    if not _averages([face]) or not all(map(_is_scalar, others)):
+        return NotImplemented
+    func(face.share.piece, *others, **named)
+    _changed([face])
+    return face
+
+
+@_on(
+    "_foreach_mul_.Scalar",
+    "_foreach_mul_.Tensor",
+    "_foreach_div_.Scalar",
+    "_foreach_div_.Tensor",
+    "_foreach_clamp_min_.Scalar",
+    "_foreach_clamp_max_.Scalar",
+)
+def _elementwise_all(func: Any, faces: Sequence[Any], other: Any) -> Any:
+    if not _averages(faces) or not _is_scalar(other):
+        return NotImplemented
+    func([face.share.piece for face in faces], other)
+    _changed(faces)
+    return None
+
+
+@_on("linalg_vector_norm.default")
+def _norm(
+    func: Any,
+    face: Any,
+    ord: float = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    known = _averages([face]) and not face.share.released and ord > 0
+    if not known or dim is not None or keepdim:
+        return NotImplemented
+    norm = face.share.shards().sharers.norm(face.share, float(ord))
+    return norm if dtype is None else norm.to(dtype)
+
+
+@_on("_foreach_norm.Scalar")
+def _norms(
+    func: Any, faces: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None
+) -> Any:
+    return [torch.linalg.vector_norm(face, ord, dtype=dtype) for face in faces]
+
+
+@_on("_amp_foreach_non_finite_check_and_unscale_.default")
+def _unscale(
+    func: Any, faces: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> Any:
+    if not _averages(faces):
+        return NotImplemented
+    sharers = faces[0].share.shards().sharers
+    sharers.exchange.meet("gradients to be unscaled")
+    func([face.share.piece for face in faces], found_inf, inv_scale)
+    _changed(faces)
+    sharers.exchange.reduce(found_inf, "the search for infinities", dist.ReduceOp.MAX)
+    return None

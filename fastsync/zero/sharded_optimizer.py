@@ -1,0 +1,710 @@
+"""Optimizers whose state is spread over the ranks: each rank steps on what it owns, for all.
+
+Stage 1 of ZeRO (Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter
+models", 2020). Gradients are averaged as without it, and outside of `optimizer.step()` nothing
+differs: parameters, gradients and parameter groups are those that the script made. A stand-in
+optimizer makes the step on this rank's pieces of the parameters; then the ranks exchange what they
+updated.
+
+[Note: steps one after the other]
+The ranks exchange one buffer of parameters while the optimizer steps on the next. Torch calls a
+closure first in a step, after all hooks; ours makes the steps on all buffers but the last, which is
+left to the call itself. So hooks and schedulers see one step. Only classes of torch whose update of
+each parameter concerns nothing else are given their parameters in turns.
+
+An optimizer is taken over at its first step. Its state then belongs to the pieces, and
+`state_dict()` and `load_state_dict()` speak of whole parameters again. Any rank may call
+`state_dict()` alone: fastsync/zero/state_fetch.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fastsync._build.env import Env
+from fastsync._torch import backward_is_running, first_state, has_views
+from fastsync.config.arguments import Zero
+from fastsync.reducer.buckets import travels_coded
+from fastsync.reducer.engine import Engine
+from fastsync.reducer.gradient_shards import ShardedUnit
+from fastsync.reducer.monitor import gather_watched, meeting_place
+from fastsync.reducer.optimizer_hooks import (
+    Arguments,
+    StepWatcher,
+    params_of,
+    plain_step,
+    stand_in_for,
+    watch_steps,
+    with_loss,
+)
+from fastsync.wire.formats import FORMATS
+from fastsync.zero.delivery import Delivery
+from fastsync.zero.exchange import Exchange
+from fastsync.zero.flat_buffer import FlatBuffer, Home, Sharing, fill_memory, lay_out
+from fastsync.zero.gradient_proxies import (
+    GradientShards,
+    ShardGroup,
+    gather_foreign,
+    lend_gradients,
+    make_whole,
+)
+from fastsync.zero.optimizer_state import Slices, StateView, described, held_state
+from fastsync.zero.param_kinds import Kind, bucket_numbers, by_kind
+from fastsync.zero.partition import Partition, Slice
+from fastsync.zero.slices import MASTER, NARROW, State, cut_value, of_master
+from fastsync.zero.state_fetch import Others, Shares, await_others, fetch_whole
+from fastsync.zero.step_rules import steps_by_parameter, unit_for
+from fastsync.zero.unsharded_state import whole_states
+
+__all__ = ["ShardedOptimizer", "ShardedOptimizers"]
+
+
+class ShardedOptimizers(StepWatcher):
+    """Every optimizer that steps on parameters of one model.
+
+    Args:
+        engine: of the model.
+        policy: what may be cut, what has fp32 masters, and what parameters travel as.
+
+    Attributes:
+        cut: ranks that will share the state of the next optimizer.
+        delivery: how what they update reaches the others.
+        others: the ranks that have the rest of the state.
+        taken: how many optimizers have been taken over so far.
+        exchange: of single gradients and values of a state.
+        asked: within `settings_alone`, numbers of those whose `state_dict()` has been called.
+    """
+
+    def __init__(self, engine: Engine, policy: Zero) -> None:
+        self.engine, self.unit, self._policy = engine, policy.shard_by, policy
+        self.index_of = {id(p.tensor): i for i, p in enumerate(engine.params)}
+        timeout = Env.read().agree_timeout
+        self.place = meeting_place(engine.group, "sharded optimizer", timeout)
+        self.others = Others(engine.group, self.place.name)
+        meeting = meeting_place(engine.group, "gradients", timeout)
+        words, device = engine.shares.make_words(timeout), engine.params[0].tensor.device
+        self.exchange = Exchange(engine.group, meeting, words, device)
+        self.sharers = ShardGroup(self.exchange)
+        self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = (
+            weakref.WeakKeyDictionary()
+        )
+        ranks, doubled = tuple(range(engine.group.size())), engine.policy.elastic is not None
+        self.cut = Partition(ranks, engine.group.rank(), doubled)
+        self.delivery = Delivery(engine)
+        self._buckets = bucket_numbers(engine)
+        self._homes = self._make_homes()
+        self.taken = 0
+        self.asked: set[int] | None = None
+        watch_steps(self)
+
+    def replaces(self, optimizer: Optimizer) -> bool:
+        """Return whether it steps on parameters of the model."""
+        return any(self.shares_steps(p) for p in params_of(optimizer))
+
+    def _make_homes(self) -> list[tuple[list[torch.Tensor], Home | None]]:
+        """Place the parameters in memory as an optimizer over all of them will cut them.
+
+        The home is None where views of the parameters exist.
+        """
+        for each in self.engine.params:
+            if self.shares_steps(each.tensor):
+                fill_memory(each.tensor)
+        if self.cut.doubled or self.cut.size == 1:
+            return []
+        trained = [p.tensor for p in self.engine.params if p.tensor.requires_grad and not p.sparse]
+        kinds = by_kind(trained, self.engine, self.unit == "tensor", self._buckets)
+        homes: list[tuple[list[torch.Tensor], Home | None]] = []
+        for kind, params in kinds.items():
+            sharing = self.sharing(kind.dtype, self.cut.size, kind.whole, True)
+            stay = any(map(has_views, params))
+            homes.append((params, None if stay else Home(params, self.cut.size, sharing)))
+        return homes
+
+    def kinds_of(
+        self, params: Sequence[torch.Tensor], whole: bool
+    ) -> list[tuple[Kind, list[torch.Tensor], Home | None]]:
+        """Return the parameters that can be cut together, in which order, and where they lie.
+        Collective.
+
+        The same as when the model was wrapped, for parameters that have been trained since then.
+        """
+        first_new = 1 + max(self._buckets.values(), default=-1)
+        later = {i: n + first_new for i, n in bucket_numbers(self.engine).items()}
+        buckets = {**later, **self._buckets}
+        found: list[tuple[Kind, list[torch.Tensor], Home | None]] = []
+        for kind, members in by_kind(params, self.engine, whole, buckets).items():
+            ids = set(map(id, members))
+            homes = (each for each in self._homes if ids == set(map(id, each[0])))
+            ordered, home = next(homes, (members, None))
+            sharing = self.sharing(kind.dtype, self.cut.size, kind.whole, True)
+            if home is not None and not home.fits(lay_out(ordered, self.cut.size, sharing)):
+                home = None
+            found.append((kind, ordered, home))
+        if not self._homes:
+            return found
+        # A rank may keep views, or have moved parameters, alone.
+        mine = [home is not None for *_, home in found]
+        everyones = gather_watched(mine, self.engine.group, "the sharing of an optimizer's state")
+        agreed = [all(flags) for flags in zip(*everyones, strict=True)]
+        return [
+            (*each[:2], each[2] if ok else None) for each, ok in zip(found, agreed, strict=True)
+        ]
+
+    def shares_steps(self, param: torch.Tensor) -> bool:
+        """Return whether the ranks share the steps on a parameter: not of the model's integers,
+        such as codes of a quantised layer, on which no optimizer steps.
+        """
+        return id(param) in self.index_of and (param.is_floating_point() or param.is_complex())
+
+    def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
+        """Return what `step` shall be called with instead; None where it is none of ours."""
+        if args[0] is not optimizer:
+            return None  # another wrapper of the same parameters makes this step
+        if backward_is_running():
+            raise RuntimeError(
+                "zero cannot step inside a backward: the ranks exchange parameters after a step, "
+                "and their backwards reach it at different times; step after backward(), or use "
+                "zero=0"
+            )
+        arguments = with_loss(args)
+        return self.take_over(optimizer).arguments(optimizer, arguments)
+
+    def take_over(self, optimizer: Optimizer) -> ShardedOptimizer:
+        """Spread its state over the ranks, unless that has been done. Collective."""
+        sharded = self._sharded.get(optimizer)
+        if sharded is None or not sharded.fits(optimizer):
+            self.make_gradients_whole()
+            if sharded is not None:
+                sharded.give_back(optimizer)
+            sharded = self._sharded[optimizer] = ShardedOptimizer(self, optimizer)
+            self._share_gradients(sharded.spaces)
+        return sharded
+
+    def find(self, optimizer: Optimizer, moved: bool = False) -> ShardedOptimizer | None:
+        """Return what spreads the state of an optimizer.
+
+        None before its first step, and where it steps on other parameters by now.
+
+        Args:
+            moved: the parameters may lie elsewhere by now, as after `p.data = t`.
+        """
+        sharded = self._sharded.get(optimizer)
+        if sharded is None:
+            return None
+        same = sharded.knows(optimizer) if moved else sharded.fits(optimizer)
+        return sharded if same else None
+
+    def forget(self) -> None:
+        """Release all optimizers. The state that this rank has for its pieces is lost."""
+        for optimizer, sharded in self.known():
+            sharded.take_state(optimizer)
+            sharded.let_go(optimizer)
+        self._sharded.clear()
+        self.taken = 0
+
+    @contextmanager
+    def settings_alone(self) -> Iterator[set[int]]:
+        """Make `optimizer.state_dict()` within local, without any of the spread state.
+
+        Yields:
+            The numbers of the optimizers for which that has been so.
+        """
+        self.asked = set()
+        try:
+            yield self.asked
+        finally:
+            self.asked = None
+
+    def known(self) -> list[tuple[Optimizer, ShardedOptimizer]]:
+        """Return the optimizers that have been taken over and are still alive."""
+        return list(self._sharded.items())
+
+    def sharing(self, dtype: torch.dtype, shares: int, whole: bool, gradients: bool) -> Sharing:
+        """Return what the ranks do with parameters of a dtype, cut into so many shares."""
+        wire = FORMATS.get(self._policy.parameter_wire or "")
+        if shares == 1 or (wire and not travels_coded(wire, dtype)):
+            wire = None
+        masters = wire is not None or (self._policy.master_weights and dtype in NARROW)
+        return Sharing(gradients and dtype.is_floating_point, masters, wire, whole)
+
+    def meet(self, call: str, remedy: str) -> None:
+        """Return once every rank has made this call, which exchanges what zero has spread.
+
+        Raises:
+            RuntimeError: some do not come, or have made another.
+        """
+        if not self.place.meet(f"{call}, whose state zero spreads over the ranks", call, remedy):
+            raise RuntimeError(
+                f"rank {self.engine.group.rank()} calls {call}, but another rank something else "
+                f"that exchanges what zero has spread over the ranks. {remedy}"
+            )
+
+    def meet_again(self) -> None:
+        """Let the ranks meet, for what `meet` says, in the process group that
+        the engine has now.
+        """
+        timeout, former = Env.read().agree_timeout, self.others.group.group_name
+        self.place = meeting_place(self.engine.group, "sharded optimizer", timeout)
+        self.others = Others(self.engine.group, self.place.name, former)
+        for _, sharded in self.known():
+            sharded.serve()
+
+    def make_gradients_whole(self) -> None:
+        """Put whole gradients on every rank. Collective where they are spread."""
+        make_whole(param.tensor for param in self.engine.params)
+
+    def _share_gradients(self, spaces: Sequence[FlatBuffer]) -> None:
+        """Make the ranks share the gradients of what is cut by elements, too. Collective."""
+        if not self.engine.policy.shardable or self.engine.group.size() == 1:
+            return
+        taken = {id(param) for space in spaces for param in space.params}
+        ours = [
+            unit
+            for unit in self.sharers.units
+            if unit.space.is_intact() and not any(id(param) in taken for param in unit.params)
+        ]
+        fresh = [space for space in spaces if space.sharing.gradients]
+        self.sharers.units = ours + [GradientShards(space, self.sharers) for space in fresh]
+        self.engine.shard(
+            [
+                ShardedUnit(
+                    [self.index_of[id(param)] for param in unit.params],
+                    unit.space.layout.offsets,
+                    unit.space.layout.region,
+                    unit.core,
+                )
+                for unit in self.sharers.units
+            ]
+        )
+
+    def within_step(self, hooks: Sequence[Callable[..., Any]]) -> None:
+        """Refuse hooks that would run before the ranks have exchanged parameters.
+
+        Raises:
+            RuntimeError: there are some.
+        """
+        if hooks:
+            raise RuntimeError(
+                "step() of this optimizer calls step() of its base class, so torch calls the hooks "
+                "of register_step_pre_hook() and register_step_post_hook() twice, once before the "
+                "ranks have exchanged what zero has them update; do after step() what these hooks "
+                "do, or use zero=0"
+            )
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Exchange what the step has updated, before hooks of the script look at it."""
+        sharded = self._sharded.get(optimizer)
+        if sharded is not None:
+            sharded.end_step(optimizer)
+
+
+class ShardedOptimizer:
+    """One optimizer, taken over. Lives as long as it does, and must not keep it alive.
+
+    Attributes:
+        number: of those that have been taken over, on all ranks alike.
+        steps: those that this rank has made since.
+        cut: ranks that share the state.
+        blank: it has made no step and loaded nothing, here or before; the same on all ranks.
+        masters: of what it steps on here, those that are fp32 masters.
+        slices: what `optimizer.state` says of its parameters.
+    """
+
+    def __init__(self, owner: ShardedOptimizers, optimizer: Optimizer) -> None:
+        self._owner, self._optimizer = owner, weakref.ref(optimizer)
+        owner.taken += 1
+        self.number, self.steps = owner.taken, 0
+        self._unit = unit_for(optimizer, owner.unit)
+        self._full = [list(group["params"]) for group in optimizer.param_groups]
+        self._stand_in: Optimizer | None = None
+        params = [p for group in self._full for p in group if owner.shares_steps(p)]
+        kinds = owner.kinds_of(params, self._unit == "tensor")
+        self.shares, self._let_go = Shares(optimizer), False
+        self._fetched = -1  # the version that this rank has fetched since it came to a change
+        self._view = StateView({})
+        self.use(owner.cut, [self._space(*found) for found in kinds])
+        self.blank = True
+        self._loaded: dict[int, State] = {}  # by the id of its parameter
+        self._collected: dict[torch.Tensor, State] = {}  # of whole parameters
+        self._cut_state(optimizer)
+        self._hooks = (
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_state_dict_post_hook(self._after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._check_loaded),
+            optimizer.register_load_state_dict_post_hook(self._end_load),
+        )
+        self.serve()
+
+    def use(self, cut: Partition, spaces: Sequence[FlatBuffer]) -> None:
+        """Step on what this rank has of these spaces from now on."""
+        self.cut, self.spaces = cut, list(spaces)
+        self._pieces: dict[int, list[nn.Parameter]] = {
+            id(param): [] for space in spaces for param in space.params
+        }
+        self._places: dict[torch.Tensor, tuple[FlatBuffer, Slice]] = {}
+        for space in self.spaces:
+            for piece, tensor in space.owned.items():
+                self._pieces[id(space.params[piece.param])].append(tensor)
+                self._places[tensor] = (space, piece)
+        self.masters = {t for t, (space, _) in self._places.items() if space.sharing.masters}
+        self.shares.use(cut, self.spaces)
+        before = getattr(self, "slices", None)
+        order = [param for group in self._full for param in group]
+        exchange = self._owner.exchange
+        # By weak references: a cycle would keep the model until it is collected.
+        template, alike = weakref.WeakMethod(self._first_state), weakref.WeakMethod(self._alike)
+        writes = weakref.WeakMethod(self._writing)
+        self.slices = Slices(spaces, exchange, order, template, alike, writes)
+        self._view.slices = [each for each in self._view.slices if each is not before]
+        self._view.slices.append(self.slices)
+
+    def _first_state(self, space: FlatBuffer, index: int) -> State | None:
+        """Return the state after a first step on a parameter; without elements where it is cut."""
+        optimizer, param = self._optimizer(), space.params[index]
+        assert optimizer is not None
+        owner = self._owner
+        if space.sharing.whole:
+            sparse = owner.engine.params[owner.index_of[id(param)]].sparse
+            layout = torch.sparse_coo if sparse else torch.strided
+            gradient = torch.zeros_like(param, layout=layout, requires_grad=False)
+        else:
+            gradient = torch.zeros(0, dtype=param.dtype, device=param.device)
+        if space.sharing.masters:
+            gradient = gradient.float()
+        groups: list[dict[str, torch.Tensor]] = [
+            {"": gradient} if any(p is param for p in group) else {} for group in self._full
+        ]
+        return first_state(optimizer, groups).get("")
+
+    def _alike(self, param: torch.Tensor) -> list[torch.Tensor]:
+        """Return what this rank steps on of the parameters in the same group."""
+        group = next(group for group in self._full if any(p is param for p in group))
+        return [tensor for p in group for tensor in self._pieces.get(id(p), ())]
+
+    def _space(self, kind: Kind, params: Sequence[torch.Tensor], home: Home | None) -> FlatBuffer:
+        cut, gradients = self._owner.cut, kind.bucket is not None
+        sharing = self._owner.sharing(kind.dtype, cut.size, kind.whole, gradients)
+        return FlatBuffer(params, cut, sharing, home)
+
+    def sharing(self, space: FlatBuffer, shares: int) -> Sharing:
+        """Return what the ranks do with a space once it is cut into so many shares."""
+        now = space.sharing
+        return self._owner.sharing(space.dtype, shares, now.whole, now.gradients)
+
+    def fits(self, optimizer: Optimizer) -> bool:
+        """Return whether the optimizer steps on the parameters that it was taken over with, and
+        they lie where they did.
+        """
+        return self.knows(optimizer) and all(space.is_intact() for space in self.spaces)
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Return whether it steps on these parameters, wherever they lie now."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        return len(groups) == len(self._full) and all(
+            len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
+            for now, then in zip(groups, self._full, strict=True)
+        )
+
+    def arguments(self, optimizer: Optimizer, args: Arguments) -> Arguments:
+        """Return the arguments for `step`: a stand-in, whose groups hold the pieces.
+
+        It has the optimizer's class, settings and state. The optimizer itself stays as it is, even
+        where the step raises. What is not the model's stays in the groups. See [Note: steps one
+        after the other].
+        """
+        if optimizer.state is not self._view:  # the script has set another one
+            self._cut_state(optimizer)
+        self._owner.delivery.begin()
+        self.begin_change()
+        *ahead, last = [[space] for space in self.spaces]
+        if not steps_by_parameter(optimizer):
+            ahead, last = [], self.spaces
+        tensors = {id(t) for space in last for t in space.owned.values()}
+        tensors |= {id(p) for p in params_of(optimizer) if id(p) not in self._pieces}
+        self._stand_in = self._stand_in_for(optimizer, tensors)
+        if not ahead:
+            self._begin(last)
+            return (self._stand_in, *args[1:])
+        given = args[1] if len(args) > 1 else None
+
+        def closure() -> Any:
+            for spaces in ahead:
+                self._step_ahead(optimizer, spaces)
+            self._begin(last)
+            return given() if given is not None else None
+
+        return (self._stand_in, closure, *args[2:])
+
+    def _stand_in_for(self, optimizer: Optimizer, tensors: set[int]) -> Optimizer:
+        """Return a stand-in that steps on those of the pieces, and of what is not the model's, in
+        `tensors`.
+        """
+        groups = []
+        for group in optimizer.param_groups:
+            pieces = (t for param in group["params"] for t in self._pieces.get(id(param), [param]))
+            groups.append({**group, "params": [t for t in pieces if id(t) in tensors]})
+        stand_in = stand_in_for(optimizer, groups)
+        stand_in.state = self._view.held  # type: ignore[assignment]
+        return stand_in
+
+    def _begin(self, spaces: Sequence[FlatBuffer]) -> None:
+        for space in spaces:
+            space.begin_step()
+            gather_foreign(space)
+            lend_gradients(space)
+            self.slices.note_step(space)
+            stepped = self.masters & set(space.owned.values())
+            self.shares.stepped |= {tensor for tensor in stepped if tensor.grad is not None}
+
+    def _end(self, spaces: Sequence[FlatBuffer]) -> None:
+        for space in spaces:
+            for buffer, arrived in space.end_step():
+                self._owner.delivery.start(self.number, buffer, arrived)
+
+    def _step_ahead(self, optimizer: Optimizer, spaces: Sequence[FlatBuffer]) -> None:
+        self._begin(spaces)
+        tensors = {id(t) for space in spaces for t in space.owned.values()}
+        with torch.no_grad():
+            plain_step(self._stand_in_for(optimizer, tensors))
+        self._end(spaces)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Hand over what the step has set, and exchange what it has updated. Collective."""
+        stand_in, self._stand_in = self._stand_in, None
+        if stand_in is None:
+            return
+        for group, changed in zip(optimizer.param_groups, stand_in.param_groups, strict=True):
+            group.update({name: value for name, value in changed.items() if name != "params"})
+        self._view.held = stand_in.state
+        kept = {"param_groups": optimizer.param_groups, "state": self._view}
+        optimizer.__dict__.update({**stand_in.__dict__, **kept})
+        self.mark_used()
+        self._end(self.spaces[-1:] if steps_by_parameter(optimizer) else self.spaces)
+        self.steps += 1
+        self.end_change(optimizer)
+        self._owner.delivery.finish(self.number)
+
+    def mark_used(self) -> None:
+        """Say that there is a state, be it empty.
+
+        Torch's `get_optimizer_state_dict` makes a step where an optimizer has none.
+        """
+        self.blank, self._view.used = False, True
+
+    def saved(self, optimizer: Optimizer, tensor: torch.Tensor) -> State:
+        """Return the state of a piece as checkpoints hold it: with its master, once stepped on."""
+        space, piece = self._places[tensor]
+        held = held_state(optimizer)
+        return self.shares.saved(tensor, space.loaded_master(piece), held)
+
+    def take_master(self, tensor: torch.Tensor, state: Mapping[str, Any]) -> State:
+        """Take the master of what `saved` returned; return the rest. Without one it follows the
+        parameter."""
+        if MASTER in state:
+            space, piece = self._places[tensor]
+            if space.load_master(piece, state[MASTER]):
+                self.shares.stepped.add(tensor)
+        return {name: value for name, value in state.items() if name != MASTER}
+
+    def give_back(self, optimizer: Optimizer) -> None:
+        """Restore the whole state, as if the optimizer had not been taken over. Collective."""
+        self._owner.delivery.until_all(lambda: self._collect_state(optimizer))
+        self.take_state(optimizer)
+        self.let_go(optimizer)
+        optimizer.state.update(self._take_collected())
+
+    def let_go(self, optimizer: Optimizer) -> None:
+        """End any part in what the optimizer saves and loads."""
+        self._let_go = True
+        self.shares.gate.begin()
+        for hook in self._hooks:
+            hook.remove()
+        self._view.slices.remove(self.slices)
+        if optimizer.state is self._view and not self._view.slices:
+            optimizer.state = self._view.held  # type: ignore[assignment]
+
+    def __del__(self) -> None:
+        """Keep the shares' links: hooks of the optimizer keep this alive, so it has died, too."""
+        if not getattr(self, "_let_go", True):
+            self.shares.outlive()
+
+    def serve(self) -> None:
+        """Let the other ranks ask for the shares that this one has."""
+        self.shares.serve(self._owner.others, self.number)
+
+    def begin_change(self) -> None:
+        """Wait until no rank reads the state, and let none read it before `end_change`."""
+        self._come_to_change()
+        self.shares.gate.begin()
+
+    def _come_to_change(self) -> None:
+        """Wait for the others where this rank has fetched: they may still read its state."""
+        self.shares.gate.arrive()
+        self._await_others()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Prepare a change of values of the state by the script, between two steps."""
+        gate = self.shares.gate
+        if gate.changing:
+            yield
+            return
+        gate.arrive_to_write()
+        self._await_others()
+        gate.begin_write()
+        try:
+            yield
+        finally:
+            gate.end_write()
+
+    def _await_others(self) -> None:
+        if self._fetched == self.shares.gate.version and self.cut.size > 1:
+            await_others(self.cut, self.shares, self._owner.others, self.number)
+        self._fetched = -1
+
+    def end_change(self, optimizer: Optimizer) -> None:
+        """Complete a change of the state: a step, or the loading of one. The ranks count them."""
+        self.shares.end_change(optimizer, self.spaces[0].params[0].device)
+
+    def _end_load(self, optimizer: Optimizer) -> None:
+        self.begin_change()
+        self._cut_state(optimizer)
+        self.end_change(optimizer)
+
+    def _cut_state(self, optimizer: Optimizer) -> None:
+        """Keep of the state of whole parameters what belongs to this rank's pieces."""
+        loaded, self._loaded = self._loaded, {}
+        if not isinstance(optimizer.state, StateView):
+            self._view.held, optimizer.state = optimizer.state, self._view  # type: ignore[assignment]
+        elif optimizer.state is not self._view:  # of another wrapper's parameters
+            optimizer.state.slices.append(self.slices)
+            self._view = optimizer.state
+        held = self._view.held
+        for space in self.spaces:
+            whole = [held.pop(param, None) for param in space.params]
+            if space.sharing.masters:
+                pairs = zip(space.params, whole, strict=True)
+                whole = [of_master(state, loaded.get(id(param))) for param, state in pairs]
+            self.blank = self.blank and not any(whole)
+            alone = space.sharing.whole
+            told = [
+                described(p, state, alone) for p, state in zip(space.params, whole, strict=True)
+            ]
+            self.learn(space, dict(enumerate(told)))
+            for piece, tensor in space.owned.items():
+                if values := whole[piece.param]:
+                    param = space.params[piece.param]
+                    mine = {n: cut_value(space, piece, param, v) for n, v in values.items()}
+                    if rest := self.take_master(tensor, mine):
+                        held[tensor] = rest
+        if not self.blank:
+            self.mark_used()
+
+    def learn(self, space: FlatBuffer, known: Mapping[int, State | None]) -> None:
+        """Take what ranks without elements of a parameter have to know; see `described`."""
+        for index, param in enumerate(space.params):
+            self.slices.learn(param, known.get(index))
+
+    def tell(self, optimizer: Optimizer) -> None:
+        """Tell all ranks of the state that each has for its own pieces. Collective."""
+        held, group = held_state(optimizer), self._owner.engine.group
+        for space in self.spaces:
+            mine: dict[int, State | None] = {}
+            for piece, tensor in space.own.items():
+                state, param = held.get(tensor), space.params[piece.param]
+                if state and tensor.shape != param.shape:
+                    state = {n: space.outline(piece.param, tensor, v) for n, v in state.items()}
+                mine[piece.param] = described(param, state, space.sharing.whole)
+            known: dict[int, State | None] = {}
+            for told in gather_watched(mine, group, "the state of an optimizer"):
+                known.update({index: state for index, state in told.items() if state is not None})
+            self.learn(space, known)
+
+    def take_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
+        """Remove what the optimizer has for this rank's pieces, and return it."""
+        held = held_state(optimizer)
+        return {
+            tensor: held.pop(tensor)
+            for space in self.spaces
+            for tensor in space.owned.values()
+            if tensor in held
+        }
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        """Get the whole state for torch's part of state_dict(). See `settings_alone`."""
+        if self._owner.asked is not None:
+            self._owner.asked.add(self.number)
+            self.shares.aside = self.take_state(optimizer)
+            optimizer.state = held_state(optimizer)  # type: ignore[assignment]
+            return
+
+        whole = self.fetch()
+        with self.shares.gate.moving:
+            self.shares.aside = self.take_state(optimizer)
+            optimizer.state = held_state(optimizer)  # type: ignore[assignment]
+            optimizer.state.update(whole)
+
+    def fetch(self) -> dict[torch.Tensor, State]:
+        """Return the state of whole parameters, from the ranks that have it. Not collective.
+
+        Raises:
+            RuntimeError: this rank or another is not between two steps.
+        """
+        if self.shares.gate.changing:
+            raise RuntimeError(
+                "the state of an optimizer that zero spreads over the ranks can be had between two "
+                "steps, but one has begun and not come to its end; call optimizer.state_dict() "
+                "before or after step()"
+            )
+        with torch.no_grad():
+            others = self._owner.others
+            whole = fetch_whole(self.spaces, self.cut, self.shares, others, self.number)
+        self._fetched = self.shares.gate.version
+        return whole
+
+    def _after_state_dict(self, optimizer: Optimizer, _: object) -> None:
+        held = held_state(optimizer)
+        with self.shares.gate.moving:
+            for space in self.spaces:
+                for param in space.params:
+                    held.pop(param, None)
+            held.update(self.shares.aside)
+            self.shares.aside = {}
+            optimizer.state = self._view  # type: ignore[assignment]
+
+    def _check_loaded(self, optimizer: Optimizer, loaded: State) -> None:
+        """Refuse torch's flattened form, which needs the optimizer's state of whole parameters.
+
+        Keep the loaded state as it is.
+        """
+        states = loaded.get("state", {})
+        held = held_state(optimizer)
+        ours = (held.get(t) for space in self.spaces for t in space.owned.values())
+        if states and not any(states.values()) and any(ours):
+            raise ValueError(
+                "the state to load has no values, but the optimizer has a state. If it comes from "
+                "StateDictOptions(flatten_optimizer_state_dict=True), which zero cannot load, "
+                "leave that option out"
+            )
+        saved = [key for group in loaded.get("param_groups", []) for key in group["params"]]
+        pairs = zip(saved, params_of(optimizer), strict=False)
+        self._loaded = {id(param): states[key] for key, param in pairs if key in states}
+        self._come_to_change()
+        self.shares.loading = True
+
+    def _take_collected(self) -> dict[torch.Tensor, State]:
+        whole, self._collected = self._collected, {}
+        return whole
+
+    def _collect_state(self, optimizer: Optimizer) -> None:
+        """Collect the state of whole parameters from all ranks. Collective."""
+        group = self._owner.engine.group
+        self._collected = whole_states(self.spaces, partial(self.saved, optimizer), group)
