@@ -1,7 +1,6 @@
 // Parsing torch's headers is what compiling costs, so files that need the same ones share a parse.
-#include "../bindings/module.cpp"
-
-#include "../bindings/specs.cpp"
 #include "../bindings/groups.cpp"
+#include "../bindings/module.cpp"
+#include "../bindings/specs.cpp"
 #include "../bindings/watch.cpp"
 #include "../codec/python_codec.cpp"
