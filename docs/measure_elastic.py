@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastsync
-from bench.measure.netns import Link, LinkName, RankIdentity, missing_rights, network, parse_links
+from bench.measure.netns import Link, LinkName, Seat, missing_rights, network, parse_links
 from docs.tables import write_table
 from examples.common.text import Row
 from fastsync._torch import TCPStore
@@ -141,7 +141,7 @@ def seconds_of_death(world: int, memory: bool) -> float:
     return max(found)
 
 
-def enter(seat: RankIdentity | None) -> None:
+def enter(seat: Seat | None) -> None:
     """Has this process, which has one thread so far, live where a seat is."""
     if seat is not None:
         with open(f"/proc/{seat.holder}/ns/net", "rb") as namespace:
@@ -150,7 +150,7 @@ def enter(seat: RankIdentity | None) -> None:
             raise OSError(ctypes.get_errno(), "setns")
 
 
-def serve(port: Connection, seat: RankIdentity | None) -> None:
+def serve(port: Connection, seat: Seat | None) -> None:
     """A store that outlives every rank."""
     enter(seat)
     store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
@@ -194,7 +194,7 @@ class Return:
     world: int
     link: LinkName
     port: int
-    seats: Sequence[RankIdentity | None]
+    seats: Sequence[Seat | None]
 
     def begin(self, rank: int, attempt: int) -> None:
         """Has this process be that rank, for the first time or again: then in a group of its own,
