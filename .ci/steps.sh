@@ -95,7 +95,7 @@ sanitized_python() {
     runtimes+="$(c++ -print-file-name=$name) "
   done
   CXX=$WORK/cxx FASTSYNC_CUDA=0 FASTSYNC_SANITIZE=address,undefined LD_PRELOAD=$runtimes \
-    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 timeout 400 .venv/bin/python "$@"
+    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 timeout 900 .venv/bin/python "$@"
 }
 
 extension_sanitized() {
