@@ -1,8 +1,8 @@
 # What each step does. Sourced by .ci/run.
 
 tests() {
-  timeout 2400 make test ARGS=--durations=40 2>&1 | tee "$WORK/tests-$NEWEST_TORCH.log" ||
-    once_more "$WORK/tests-$NEWEST_TORCH.log" test "not slow"
+  local log=$WORK/tests-$NEWEST_TORCH.log
+  timeout 2400 make test ARGS=--durations=40 2>&1 | tee "$log" || once_more "$log" test "not slow"
 }
 
 # What `make test` leaves out: a third of the files, another one from commit to commit, since all take half an hour.

@@ -75,8 +75,8 @@ struct UnitLinks {
   std::shared_ptr<UnitPeers> peers;
 };
 
-// The place of a member's share among those that travel together. fastsync/fsdp/shard_layout.py computes
-// these numbers.
+// The place of a member's share among those that travel together. fastsync/fsdp/shard_layout.py
+// computes these numbers.
 struct UnitPlace {
   size_t member = 0;
   int64_t offset = 0;   // in a rank's chunk

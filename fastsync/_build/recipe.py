@@ -121,7 +121,7 @@ def source_dir() -> Path:
     for candidate in (package.parent / "csrc", package / "csrc"):
         if (candidate / "bindings/module.cpp").exists():
             return candidate
-    raise BuildError(f"the C++ sources are missing: no csrc/bindings/bindings.cpp near {package}")
+    raise BuildError(f"the C++ sources are missing: no csrc/bindings/module.cpp near {package}")
 
 
 def all_files() -> list[Path]:

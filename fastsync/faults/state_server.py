@@ -146,7 +146,7 @@ class Server:
         key = f"fastsync/served/{common}"
         self._teams[group.group_name] = _Team(open_store, key, group)
 
-    # -- what happens at the end, see `farewell.ExitingRank` --
+    # -- what happens at the end, see `exit_reasons.ExitingRank` --
 
     def leave(self, how: str, why: str) -> None:
         """Tell the others that this rank asks for nothing any more."""

@@ -16,7 +16,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -233,14 +233,22 @@ def wrapping(group: dist.ProcessGroup) -> contextlib.AbstractContextManager[None
     return _explained_by(_visit(group, _WRAPPING, "wrapping"))
 
 
-def _visit(group: dist.ProcessGroup, place: str, kind: str = "together") -> _Visit | None:
+def _visit(
+    group: dist.ProcessGroup, place: str, kind: str = "together", speaks: bool = False
+) -> _Visit | None:
     """Begin a visit of this rank; return None without a watch.
 
     Args:
         kind: "together" if each rank of `group` comes here as often as the others, and waits.
+        speaks: this rank warns of a long wait itself, whoever else waits.
     """
     lookout = _lookouts().get(group)
-    return None if lookout is None else lookout.watch.visit(kind, place, lookout.ranks)
+    if lookout is None:
+        return None
+    ranks: Sequence[int] = lookout.ranks
+    if speaks:  # the first of the ranks that are not late warns for all
+        ranks = sorted(ranks, key=lambda rank: rank != lookout.ranks[group.rank()])
+    return lookout.watch.visit(kind, place, ranks)
 
 
 @contextlib.contextmanager
@@ -405,12 +413,8 @@ def looker(group: dist.ProcessGroup, place: str) -> Callable[[], None]:
     Args:
         place: what it is in, as it should read in the error and in the warning.
     """
-    lookout = _lookouts().get(group)
-    if lookout is None:
-        return lambda: None
-    me = lookout.ranks[group.rank()]
-    ranks = sorted(lookout.ranks, key=lambda rank: rank != me)  # the first one warns
-    return lookout.watch.visit("apart", place, ranks).look
+    visit = _visit(group, place, "apart", speaks=True)
+    return (lambda: None) if visit is None else visit.look
 
 
 @contextlib.contextmanager

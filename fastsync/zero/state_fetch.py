@@ -108,8 +108,7 @@ class Gate:
     def begin_write(self) -> None:
         """Begin it, once no rank reads any more. Writes may be nested."""
         with self._turn:
-            while self._readers:
-                self._turn.wait()
+            self._turn.wait_for(lambda: not self._readers)
             self._writes += 1
 
     def end_write(self) -> None:
@@ -134,8 +133,7 @@ class Gate:
         self.arrive()
         with self._turn:
             self._changing = True
-            while self._readers:
-                self._turn.wait()
+            self._turn.wait_for(lambda: not self._readers)
 
     def end(self, device: torch.device) -> None:
         """Complete it.

@@ -326,14 +326,17 @@ def optimizer_step(wrapped):
 def saved_on_some_ranks(wrapped):
     """Save on some ranks alone, mostly on rank 0, in the middle of accumulation, too.
 
-    The others wait in a barrier.
+    The others wait in a barrier, or in the backward, which needs the gradients of those that save.
+    A rank that has nothing to train waits for nobody there.
     """
     forward = wrapped.forward()
+    all_train = bool(rule.gathered(wrapped, torch.tensor([float(wrapped.trainable)])).all())
     savers = wrapped.rng.choice(([0], [0], [wrapped.seat.world - 1], range(wrapped.seat.world)))
-    by_name = wrapped.rng.random() < 0.4
+    by_name, waits = wrapped.rng.random() < 0.4, wrapped.rng.random() < 0.3
     if wrapped.seat.rank in savers:
         check_saved_state(wrapped, by_name)
-    rule.gathered(wrapped, torch.zeros(1))
+    if waits or not all_train:
+        rule.gathered(wrapped, torch.zeros(1))
     wrapped.backward(forward.losses())
     rule.check(wrapped)
     if rule.gradients_are_alike(wrapped):
