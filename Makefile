@@ -96,6 +96,7 @@ gpu-prebuilt: ## compile for a GPU machine, here (PYTHON=python3.12 GPU_TORCH=2.
 	$(PYTHON) -m venv .venv-gpu
 	.venv-gpu/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) \
 	  "torch===$(GPU_TORCH)" $$(grep -oE '^(ninja|pybind11|setuptools)==[^;]*' requirements-dev.txt) numpy
+	rm -f out/prebuilt/lock  # of a call that was stopped
 	PATH="$(abspath .venv-gpu/bin):$$PATH" .venv-gpu/bin/python fastsync/_build/recipe.py --beside \
 	  --out out/prebuilt --archs "$(ARCHS)" --cuda 1
 	@echo "carry fastsync/_C.so and fastsync/_prebuilt.json; where they do not fit, the first import compiles"

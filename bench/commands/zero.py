@@ -192,7 +192,7 @@ def measure(
 
 @b.benchmark(
     argument("--stages", "of ZeRO, 1,2 or 3", "1,2", choices=tuple(STAGES)),
-    *(b.models("gpt2,small,transformer,wide,conv"), b.SCALE, b.LINK, b.RANKS),
+    *(b.models("gpt2,small,transformer,wide,conv"), b.SCALE, b.LINK, b.RANKS, b.SOCKETS),
     *(b.rounds(25), b.steps(4), b.warmup(3), b.check_steps(3), b.seconds(60.0)),
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:

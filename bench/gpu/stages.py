@@ -38,6 +38,7 @@ RANK_TESTS = tuple(
 NETWORKED = "ddp,ddp_view,ddp_fp16,fastsync,fastsync_bf16,fastsync_int8"
 TRACED = "ddp,fastsync,fastsync_bf16,fastsync_int8"
 CODECS = "kernels --cases encode,reduce,decode,select --models gpt2"
+_STAGES = (sys.executable, "-m", "tests.simulated.measure", "--width", "512")
 RANKS = f"--models gpt2,{HOST_BOUND} --seconds 40 --check-steps 3"
 KERNELS = "regex:transfer_kernel|encode_kernel|decode_kernel|reduce_kernel"
 
@@ -123,6 +124,12 @@ def stages(context: Context) -> dict[str, Stage]:
             "--rounds 7 --check-steps 2",
         ),
         Stage(
+            "graphs",
+            "a whole step in a CUDA graph, beside the same step without one",
+            90,
+            (bench(f"graphs --models {HOST_BOUND} --rounds 7", "graphs"),),
+        ),
+        Stage(
             "memory",
             "the peak of a step's memory, and what gradients and buckets hold of it",
             120,
@@ -135,6 +142,16 @@ def stages(context: Context) -> dict[str, Stage]:
             300,
             f"step --ranks 2 --sockets --wrappers {NETWORKED} --models {NETWORK_BOUND},gpt2",
             "--rounds 7 --steps 3 --seconds 50 --check-steps 2",
+            together=True,
+        ),
+        Stage(
+            "stages",
+            "memory, host waits and launches of each ZeRO stage, as on the simulated device",
+            180,
+            (
+                (*_STAGES, "--device", "cuda", "--json", str(context.results / "stages.json")),
+                bench("zero --stages 3 --models gpt2 --sockets --rounds 5 --steps 2", "zero"),
+            ),
             together=True,
         ),
         _sanitizer(str(context.work / "cmake")),

@@ -148,6 +148,12 @@ def overhead(points: list[Point], markdown: bool = False) -> str:
     return render(headers, rows, markdown)
 
 
+def graphs(points: list[Point], markdown: bool = False) -> str:
+    """Return one row per variant of one model, without a graph and replayed."""
+    rows = [(p["of"][1], _plus_minus(p), " ± ".join(ratio(Spread(**p["ratio"])))) for p in points]
+    return render(("variant", "step ms", "of its step without a graph"), rows, markdown)
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a kind of result that is made of points is shown.
@@ -170,5 +176,6 @@ LAYOUTS = {
     "overlap": Layout(4, overlap, _EXPOSED),
     "buckets": Layout(3, buckets),
     "overhead": Layout(1, overhead),
+    "graphs": Layout(1, graphs),
     "scale": Layout(2, scale),
 }

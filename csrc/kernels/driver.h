@@ -1,4 +1,4 @@
-// Versions that decide whether the kernels can run at all. No torch header, like the kernels.
+// What the engine asks of CUDA's runtime beside launches. No torch header, like the kernels.
 #pragma once
 
 namespace fastsync::kernels {
@@ -11,5 +11,18 @@ struct CudaVersions {
 
 // Makes no CUDA context, and works with a driver that is too old.
 CudaVersions cuda_versions();
+
+// Lets the thread that holds one query events of the current device while another thread captures
+// a graph, which such a query would otherwise break.
+class BesideCaptures {
+ public:
+  BesideCaptures();
+  ~BesideCaptures();
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+
+ private:
+  int mode_;  // the thread's own cudaStreamCaptureMode
+};
 
 }  // namespace fastsync::kernels

@@ -10,4 +10,16 @@ CudaVersions cuda_versions() {
   return {CUDART_VERSION, driver};
 }
 
+namespace {
+
+int exchanged(int mode) {
+  auto capture = static_cast<cudaStreamCaptureMode>(mode);
+  return cudaThreadExchangeStreamCaptureMode(&capture) == cudaSuccess ? capture : mode;
+}
+
+}  // namespace
+
+BesideCaptures::BesideCaptures() : mode_(exchanged(cudaStreamCaptureModeThreadLocal)) {}
+BesideCaptures::~BesideCaptures() { exchanged(mode_); }
+
 }  // namespace fastsync::kernels

@@ -86,6 +86,9 @@ std::function<bool()> mark_stream(at::Device device) {
   return [event, its = stream.device()] {
     try {
       const c10::DeviceGuard current(its);  // a thread that names none might wake another device
+#ifdef FASTSYNC_WITH_CUDA
+      const kernels::BesideCaptures lenient;
+#endif
       return event->query();
     } catch (const c10::Error&) {
       return true;

@@ -394,6 +394,7 @@ def main() -> int:
     if args.out is None:
         parser.error("one of --out and --cmake is needed")
     try:
+        args.out = args.out.resolve()  # ninja runs within it
         args.out.mkdir(parents=True, exist_ok=True)
         build(args.out, args.cuda, Options(args.archs.split(";"), args.sanitize, args.strict))
         if args.beside:
