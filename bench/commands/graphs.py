@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -54,17 +54,25 @@ def stepping(lane: Lane, stream: torch.cuda.Stream) -> Callable[[], None]:
     return step
 
 
-def captured(lane: Lane, stream: torch.cuda.Stream) -> Callable[[], None]:
-    """Capture a step of the lane; return a function that replays it."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        lane.step()
+@dataclass(frozen=True)
+class Replayed:
+    """A captured step of a lane, whose weights it needs. Calling it replays the step."""
 
-    def replay() -> None:
-        with torch.cuda.stream(stream):
-            graph.replay()
+    lane: Lane
+    stream: torch.cuda.Stream
+    graph: torch.cuda.CUDAGraph
 
-    return replay
+    @classmethod
+    def of(cls, lane: Lane, stream: torch.cuda.Stream) -> Replayed:
+        """Capture the lane's next step."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            lane.step()
+        return cls(lane, stream, graph)
+
+    def __call__(self) -> None:
+        with torch.cuda.stream(self.stream):
+            self.graph.replay()
 
 
 def weights(lane: Lane) -> torch.Tensor:
@@ -105,7 +113,7 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
             streams = torch.cuda.Stream(), torch.cuda.Stream()
             eager, graphed = (settled(workload, variant, group, s) for s in streams)
             ways[variant.name] = stepping(eager, streams[0])
-            ways[f"{variant.name}, {REPLAYED}"] = captured(graphed, streams[1])
+            ways[f"{variant.name}, {REPLAYED}"] = Replayed.of(graphed, streams[1])
             check(variant.name, eager, graphed, tuple(ways.values())[-2:])
 
         def once(name: str) -> float:

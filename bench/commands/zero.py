@@ -168,7 +168,7 @@ def sent(options: Mapping[str, object], workload: Workload, group: Group) -> flo
         lane.step()
         counts.append(lane.model.sync_stats().sent_bytes)
     ddps = bus_factor(group.world) * sum(p.nbytes for p in workload.build().parameters())
-    return group.most((counts[-1] - counts[-2]) / ddps)
+    return group.most((counts[-1] - counts[-2]) / ddps) if ddps else 0.0
 
 
 def measure(

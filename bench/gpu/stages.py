@@ -150,7 +150,7 @@ def stages(context: Context) -> dict[str, Stage]:
             180,
             (
                 (*_STAGES, "--device", "cuda", "--json", str(context.results / "stages.json")),
-                bench("zero --stages 3 --models gpt2 --sockets --rounds 5 --steps 2", "zero"),
+                bench("zero --stages 3 --models gpt2,small --ranks 1 --rounds 7", "zero"),
             ),
             together=True,
         ),

@@ -2,10 +2,11 @@
 //
 // [Note: segment table]
 // The table travels by value in the kernel's parameters (constant memory), so a launch needs no
-// host-to-device copy and the caller's array may be freed at once. Two capacities: 4 KB of
-// parameters, the limit before CUDA 12.1, for a bucket of few tensors; and 32,764 bytes, the limit
-// since then from sm_70 on, so that a thousand small tensors need one launch. The kernel must not
-// modify the table: a by-value parameter that is written to moves to local memory.
+// host-to-device copy and the caller's array may be freed at once. A launch takes the host the
+// longer, the larger its table is, used or not, so there are several capacities: up to 4 KB of
+// parameters, the limit before CUDA 12.1, and up to 32,764 bytes, the limit since then from sm_70
+// on, so that a thousand small tensors need one launch. The kernel must not modify the table: a
+// by-value parameter that is written to moves to local memory.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,10 @@ namespace fastsync::kernels {
 
 constexpr int kSmallParameters = 4096;
 #if defined(CUDART_VERSION) && CUDART_VERSION < 12010
+constexpr int kMediumParameters = kSmallParameters;
 constexpr int kLargeParameters = kSmallParameters;
 #else
+constexpr int kMediumParameters = 8192;
 constexpr int kLargeParameters = 32764;
 #endif
 

@@ -7,6 +7,7 @@
 // same code with another constant.
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "cuda_access.h"
 #include "cuda_launch.h"
@@ -41,10 +42,13 @@ struct Table {
 };
 
 constexpr int kSmallTable = 127;
+constexpr int kMediumTable = kMediumParameters > kSmallParameters ? 254 : kSmallTable;
 constexpr int kLargeTable = kLargeParameters > kSmallParameters ? 1022 : kSmallTable;
 using SmallTable = Table<kSmallTable>;
+using MediumTable = Table<kMediumTable>;
 using LargeTable = Table<kLargeTable>;
 static_assert(sizeof(SmallTable) + sizeof(double) <= kSmallParameters);
+static_assert(sizeof(MediumTable) + sizeof(double) <= kMediumParameters);
 static_assert(sizeof(LargeTable) + sizeof(double) <= kLargeParameters);
 
 template <class Dst, class Src>
@@ -174,12 +178,16 @@ size_t launch_table(const Segment* segments, size_t count, const Call& call, con
 
 template <class Dst, class Src, bool kAccumulate, class ToRun>
 void launch_all(const Segment* segments, size_t count, const Call& call, const ToRun& to_run) {
+  const auto launch_some = [&](auto* table, size_t begin) {
+    using AnyTable = std::remove_pointer_t<decltype(table)>;
+    return launch_table<Dst, Src, kAccumulate, AnyTable>(segments + begin, count - begin, call,
+                                                         to_run);
+  };
   for (size_t begin = 0; begin < count;) {
     const size_t left = count - begin;
-    begin +=
-        left <= kSmallTable
-            ? launch_table<Dst, Src, kAccumulate, SmallTable>(segments + begin, left, call, to_run)
-            : launch_table<Dst, Src, kAccumulate, LargeTable>(segments + begin, left, call, to_run);
+    begin += left <= kSmallTable    ? launch_some(static_cast<SmallTable*>(nullptr), begin)
+             : left <= kMediumTable ? launch_some(static_cast<MediumTable*>(nullptr), begin)
+                                    : launch_some(static_cast<LargeTable*>(nullptr), begin);
   }
 }
 

@@ -36,6 +36,7 @@ STEPS, WARMUP_STEPS = 2, 3  # for live bytes; before operators are counted
 PEAK_STEPS = 6  # until plan and optimizer are settled; as many are looked at
 PROBE_BYTES = 32 * 2**20
 SETTLE_TRIES, SETTLE_SECONDS = 50, 0.02
+RELEASE_SECONDS = 0.5  # NCCL's watchdog keeps tensors for about 0.1
 # What the backends call their collectives in a profile, and what torch does.
 BACKENDS = ("gloo:", "nccl:")
 COLLECTIVES = ("c10d::allreduce_", "c10d::broadcast_", "c10d::allgather_")
@@ -97,6 +98,17 @@ def settled(read: Callable[[], int]) -> int:
     return last
 
 
+def settle_gpu(device: torch.device) -> None:
+    """Have cuBLAS take the memory that it keeps, and backends release what earlier models held."""
+    if device.type != "cuda":
+        return
+    layer = torch.nn.Linear(64, 64, device=device)
+    layer(torch.ones(8, 64, device=device, requires_grad=True)).sum().backward()
+    del layer
+    gc.collect()
+    time.sleep(RELEASE_SECONDS)
+
+
 def gradient_memory(workload: Workload, variant: Variant, group: Group) -> float | None:
     """Return the live bytes that two steps under `variant` add, over the bytes of the gradients.
 
@@ -134,6 +146,7 @@ def peak_memory(make: Callable[[], Lane], group: Group) -> float | None:
     read = live_bytes_reader(group.device)
     if not group.all_agree(read is not None) or read is None:
         return None
+    settle_gpu(group.device)
     before = settled(read)
     lane = make()
     lane.steps(PEAK_STEPS)

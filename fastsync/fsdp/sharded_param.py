@@ -272,14 +272,8 @@ class ShardedParam:
         if self.whole is None or self.sharded.grad is None or self.whole.grad is not None:
             return
         if self.inner is None:
-            lent = self._in_dtype(self.sharded.grad, self.whole.dtype)
+            lent = _like(self.sharded.grad, self.whole)
             self._lent, self._lent_version, self.whole.grad = lent, lent._version, lent
-
-    def _in_dtype(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a DTensor as it is, or a copy of another dtype."""
-        if gradient.dtype == dtype:
-            return gradient
-        return make_dtensor(local_of(gradient).to(dtype), with_dtype(spec_of(gradient), dtype))
 
     @torch.no_grad()
     def take_script_gradient(self) -> None:
@@ -291,8 +285,7 @@ class ShardedParam:
         if found is lent and lent._version == self._lent_version:
             return  # and the share's may be another one by now
         if found is None or isinstance(found, DTensor):
-            dtype = self.sharded.dtype
-            self.sharded.grad = None if found is None else self._in_dtype(found, dtype)
+            self.sharded.grad = None if found is None else _like(found, self.local)
             return
         each, dim = self.shape.count(0, self.place.world), self.shape.dim
         begin = min(each * self.place.rank, self.shape.sizes[dim])
@@ -319,6 +312,15 @@ class ShardedParam:
         self.freeze_alike()
         for home in self.homes:
             home.put(self.whole)
+
+
+def _like(gradient: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor as it is, or a copy with the dtype and on the device of `other`."""
+    local = local_of(gradient)
+    moved = local.to(other.device, other.dtype)
+    if moved is local:
+        return gradient
+    return make_dtensor(moved, with_dtype(spec_of(gradient), other.dtype))
 
 
 def find_homes(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> list[list[Home]]:

@@ -52,10 +52,18 @@ def gradients(model):
     return [local_of(p.grad).detach().cpu().clone() for p in trained(model)]
 
 
-def train(model, rank, micro=1):
+def adamw(params):
+    return optim.AdamW(params, 1e-3)
+
+
+def sgd(params):
+    return optim.SGD(params, 0.1, momentum=0.9)
+
+
+def train(model, rank, micro=1, optimizer=adamw):
     """Gradients of the first step, and the shares after the last one, on the CPU."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    optimizer = optim.AdamW(trained(model), 1e-3)
+    optimizer = optimizer(trained(model))
     first = None
     for step in range(STEPS):
         for batch in range(micro):
@@ -102,8 +110,10 @@ RUNS = {
 def beside_the_device(rank, world, run):
     """Return what comes out without a policy, and with each."""
     micro, options = RUNS[run]
-    policies = (None, *POLICIES.values())
-    return [train(built(offload_policy=each, **options), rank, micro) for each in policies]
+    # What a CPU rounds otherwise may become another code, of which AdamW would make a whole step.
+    optimizer = sgd if run == "codes" else adamw
+    models = (built(offload_policy=each, **options) for each in (None, *POLICIES.values()))
+    return [train(model, rank, micro, optimizer) for model in models]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -201,5 +211,5 @@ def moved(rank, world):
 
 def test_a_module_that_was_moved_is_an_error_until_it_comes_back():
     for said, wanted, found in run_cuda_ranks(moved, 2, transport=TRANSPORT):
-        assert "materialized on CPU" in said and "'0.up.weight'" in said
+        assert "materialized on CPU" in said and "'6.weight'" in said  # of the first to be gathered
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -8,8 +8,12 @@ that asked for it. `--device cuda` measures the same on a GPU, which ranks may s
 
 import argparse
 import collections
+import contextlib
 import gc
+import os
 import re
+import sys
+import tempfile
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fastsync
 from bench.measure.gpu import device_work, launches
+from examples.common.costs import settle_gpu
 from examples.common.machine import command_line, environment, write_json
 from examples.common.ranks import Group
 from fastsync import FastDDP, Zero
@@ -75,7 +80,7 @@ class Report:
 
     Attributes:
         peak: bytes that its allocator had given at most.
-        waits: messages of `torch.cuda.set_sync_debug_mode`; waits in C++ by CUDA itself are unseen.
+        waits: those that torch knows of; see `torch.cuda.set_sync_debug_mode`.
         launches: kernels and copies.
         kernels: those of fastsync.
     """
@@ -97,29 +102,38 @@ def on_simulated(step, steps):
     return low.report()
 
 
+@contextlib.contextmanager
+def waits_counted():
+    """Yield a list that holds a line for each wait of the host, on any thread, at the end."""
+    found, own = [], os.dup(2)
+    with tempfile.TemporaryFile() as log, warnings.catch_warnings():
+        # Python shows a warning of one place once; those of other threads are C++'s.
+        warnings.simplefilter("always")
+        os.dup2(log.fileno(), 2)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            sys.stderr.flush()
+            os.dup2(own, 2)
+            os.close(own)
+            log.seek(0)
+            text = log.read().decode(errors="replace")
+            found += ["synchronising call"] * text.count("called a synchronizing CUDA operation")
+
+
 def on_cuda(step, steps):
     """As `on_simulated`; one more step is profiled afterwards, for its launches."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with waits_counted() as waits:
         for number in steps:
             step(number)
-    torch.cuda.set_sync_debug_mode("default")
-    waits = [str(w.message) for w in caught if "synchroniz" in str(w.message)]
     peak = torch.cuda.max_memory_allocated()
     kernels, _ = device_work(lambda: step(steps[-1] + 1), torch.device(CUDA))
     own = sum("fastsync" in kernel.name for kernel in kernels)
     return Report(peak, waits, len(steps) * launches(kernels), len(steps) * own)
-
-
-def held_by_libraries():
-    """Return the bytes that cuBLAS takes from the allocator at its first products."""
-    layer = nn.Linear(64, 64, device=CUDA)
-    layer(torch.ones(8, 64, device=CUDA, requires_grad=True)).sum().backward()
-    del layer
-    return torch.cuda.memory_allocated()
 
 
 def measure(rank, world, case, blocks, width, device=DEVICE):
@@ -127,7 +141,10 @@ def measure(rank, world, case, blocks, width, device=DEVICE):
     if device == DEVICE:
         from tests.simulated.device import placed
 
-    before = 0 if device == DEVICE else held_by_libraries()
+    before = 0
+    if device == CUDA:
+        settle_gpu(torch.device(device))
+        before = torch.cuda.memory_allocated()
     model = net(blocks, width)
     size = sum(p.numel() for p in model.parameters())
     model = placed(model) if device == DEVICE else model.to(device)

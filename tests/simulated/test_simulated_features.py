@@ -89,6 +89,12 @@ def accumulated(model, rank, step, device):
     backward(model, rank, 2 * step + 1, device)
 
 
+def twice(model, rank, step, device):
+    """Sum the gradients of two batches, of which each is averaged."""
+    for micro in range(2):
+        backward(model, rank, 2 * step + micro, device)
+
+
 def clipped(model, opt):
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     opt.step()
@@ -208,6 +214,11 @@ AGAINST_TORCH = {
         by_block(fastsync.fully_shard, offload_policy=CPUOffloadPolicy()),
         by_block(torchs, offload_policy=CPUOffloadPolicy()),
         {},
+    ),
+    "offload, two batches": (
+        by_block(fastsync.fully_shard, offload_policy=CPUOffloadPolicy()),
+        by_block(torchs, offload_policy=CPUOffloadPolicy()),
+        {"backward": twice},
     ),
     "nonfinite": (fast(nonfinite="skip"), ddp, {}),
     "nonfinite, zero=2": (fast(nonfinite="skip", zero=2), ddp, {}),
