@@ -36,7 +36,7 @@ STEPS, WARMUP_STEPS = 2, 3  # for live bytes; before operators are counted
 PEAK_STEPS = 6  # until plan and optimizer are settled; as many are looked at
 PROBE_BYTES = 32 * 2**20
 SETTLE_TRIES, SETTLE_SECONDS = 50, 0.02
-RELEASE_SECONDS = 0.5  # NCCL's watchdog keeps tensors for about 0.1
+RELEASE_SECONDS = 2.0  # threads of DDP and NCCL let go of a model's last tensors later
 # What the backends call their collectives in a profile, and what torch does.
 BACKENDS = ("gloo:", "nccl:")
 COLLECTIVES = ("c10d::allreduce_", "c10d::broadcast_", "c10d::allgather_")
@@ -99,14 +99,18 @@ def settled(read: Callable[[], int]) -> int:
 
 
 def settle_gpu(device: torch.device) -> None:
-    """Have cuBLAS take the memory that it keeps, and backends release what earlier models held."""
+    """Have cuBLAS take the memory that it keeps, and wait until earlier models have left theirs."""
     if device.type != "cuda":
         return
     layer = torch.nn.Linear(64, 64, device=device)
     layer(torch.ones(8, 64, device=device, requires_grad=True)).sum().backward()
     del layer
-    gc.collect()
-    time.sleep(RELEASE_SECONDS)
+    least, since = torch.cuda.memory_allocated(device), time.monotonic()
+    while time.monotonic() - since < RELEASE_SECONDS:
+        time.sleep(SETTLE_SECONDS)
+        gc.collect()
+        if (now := torch.cuda.memory_allocated(device)) < least:
+            least, since = now, time.monotonic()
 
 
 def gradient_memory(workload: Workload, variant: Variant, group: Group) -> float | None:

@@ -110,8 +110,9 @@ RUNS = {
 def beside_the_device(rank, world, run):
     """Return what comes out without a policy, and with each."""
     micro, options = RUNS[run]
-    # What a CPU rounds otherwise may become another code, of which AdamW would make a whole step.
-    optimizer = sgd if run == "codes" else adamw
+    # What a CPU rounds otherwise may become another code, or another number of 16 bits, of which
+    # AdamW would make a whole step.
+    optimizer = sgd if run in ("codes", "lower") else adamw
     models = (built(offload_policy=each, **options) for each in (None, *POLICIES.values()))
     return [train(model, rank, micro, optimizer) for model in models]
 
