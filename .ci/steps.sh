@@ -5,7 +5,7 @@ tests() {
   timeout 2400 make test ARGS=--durations=40 2>&1 | tee "$log" || once_more "$log" test "not slow"
 }
 
-# What `make test` leaves out: a fifth of the files, others from commit to commit, since all take most of an hour.
+# What `make test` leaves out: a fifth of the files, others from commit to commit, since all would take too long.
 other_tests() {
   local part=$((16#$(git rev-parse HEAD | head -c 6) % 5 + 1))/5 log=$WORK/other-tests-$NEWEST_TORCH.log
   timeout 3300 make test-all ARGS="-m slow --durations=40 --part $part" 2>&1 | tee "$log" ||
@@ -64,13 +64,14 @@ build_with_cmake() {
   local PATH=$STATE/tools/bin:$PATH
   cmake -S . -B "$folder" -G Ninja "$@"
   cmake --build "$folder"
-  ctest --test-dir "$folder" --output-on-failure
+  ctest --test-dir "$folder" --output-on-failure -LE gpu
 }
 
+# Tests that need a GPU are compiled only.
 cmake_plain() {
   local cuda=OFF
   if with_nvcc; then cuda=ON; fi
-  build_with_cmake "$WORK/cmake" -DFASTSYNC_CUDA=$cuda
+  build_with_cmake "$WORK/cmake" -DFASTSYNC_CUDA=$cuda -DFASTSYNC_DEVICE_TESTS=$cuda
 }
 
 cmake_sanitized() {

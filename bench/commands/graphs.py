@@ -98,7 +98,7 @@ def check(name: str, eager: Lane, graphed: Lane, ways: tuple[Callable[[], None],
 
 @b.benchmark(
     *(b.models("small"), b.SCALE, b.wrappers(f"{FLOOR},{OURS}"), b.ranks("1", least=1)),
-    *(b.SOCKETS, b.rounds(9), b.steps(20)),
+    *(b.SOCKETS, b.rounds(7), b.steps(8)),
     kind=KIND,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:

@@ -38,7 +38,6 @@ RANK_TESTS = tuple(
 NETWORKED = "ddp,ddp_view,ddp_fp16,fastsync,fastsync_bf16,fastsync_int8"
 TRACED = "ddp,fastsync,fastsync_bf16,fastsync_int8"
 CODECS = "kernels --cases encode,reduce,decode,select --models gpt2"
-_STAGES = (sys.executable, "-m", "tests.simulated.measure", "--width", "512")
 RANKS = f"--models gpt2,{HOST_BOUND} --seconds 40 --check-steps 3"
 KERNELS = "regex:transfer_kernel|encode_kernel|decode_kernel|reduce_kernel"
 
@@ -56,6 +55,15 @@ class Context:
     work: Path
     results: Path
     gpus: int
+
+    def kept(self, result: str) -> Command:
+        """Return the options that keep a command's result."""
+        return "--json", str(self.results / f"{result}.json")
+
+    def bench(self, arguments: str, result: str = "") -> Command:
+        """Return the command of a benchmark."""
+        kept = self.kept(result) if result else ()
+        return (sys.executable, "-m", "bench", *arguments.split(), *kept)
 
 
 @dataclass(frozen=True)
@@ -88,23 +96,16 @@ class Stage:
 def stages(context: Context) -> dict[str, Stage]:
     """All of them by name, the most valuable first."""
 
-    def bench(arguments: str, result: str = "") -> Command:
-        kept = ("--json", str(context.results / f"{result}.json")) if result else ()
-        return (sys.executable, "-m", "bench", *arguments.split(), *kept)
-
     def measured(
         name: str, summary: str, seconds: float, command: str, gpus: str, together: bool = False
     ) -> Stage:
         """Return one benchmark, with what it is given on GPUs and in a rehearsal."""
-        on_gpus, rehearsed = (bench(f"{command} {how}", name) for how in (gpus, TINY))
+        on_gpus, rehearsed = (context.bench(f"{command} {how}", name) for how in (gpus, TINY))
         return Stage(name, summary, seconds, (on_gpus,), (rehearsed,), together=together)
 
     # torch's exact variants that this torch has, and FastDDP's default.
     exact = (name for name, v in VARIANTS.items() if v.wire is None and not v.lossy)
     torchs = f"{available(*exact)},{OURS}"
-    memory = f"memory --ranks 1 --models gpt2 --wrappers {torchs}"
-    trace = "overhead --ranks 2 --sockets --models gpt2 --rounds 3 --check-steps 0"
-    worlds = ",".join(str(n) for n in (2, 4, 8) if n <= context.gpus)
     every = (
         _build(),
         _tests("units", "the kernels do what their slow twins do, in one process", KERNEL_TESTS),
@@ -120,22 +121,11 @@ def stages(context: Context) -> dict[str, Stage]:
             "overhead",
             "what a wrapper costs where there is nothing to send: one rank",
             300,
-            f"overhead --ranks 1 --wrappers {torchs} --models {HOST_BOUND},{GPU_BOUND}",
-            "--rounds 7 --check-steps 2",
+            f"overhead --ranks 1 --wrappers {torchs} --models {GPU_BOUND},{HOST_BOUND}",
+            "--rounds 5 --check-steps 1",
         ),
-        Stage(
-            "graphs",
-            "a whole step in a CUDA graph, beside the same step without one",
-            90,
-            (bench(f"graphs --models {HOST_BOUND} --rounds 7", "graphs"),),
-        ),
-        Stage(
-            "memory",
-            "the peak of a step's memory, and what gradients and buckets hold of it",
-            120,
-            (bench(f"{memory} --peak", "memory"), bench(memory, "gradients")),
-            (bench(f"{memory} --peak {SCALE}", "memory"), bench(f"{memory} {SCALE}", "gradients")),
-        ),
+        _graphs(context),
+        _memory(context, torchs),
         measured(
             "network",
             "steps that wait for the network: NCCL over sockets",
@@ -144,41 +134,61 @@ def stages(context: Context) -> dict[str, Stage]:
             "--rounds 7 --steps 3 --seconds 50 --check-steps 2",
             together=True,
         ),
-        Stage(
-            "stages",
-            "memory, host waits and launches of each ZeRO stage, as on the simulated device",
-            180,
-            (
-                (*_STAGES, "--device", "cuda", "--json", str(context.results / "stages.json")),
-                bench("zero --stages 3 --models gpt2,small --ranks 1 --rounds 7", "zero"),
-            ),
-            together=True,
-        ),
+        _zero(context),
         _sanitizer(str(context.work / "cmake")),
-        Stage(
-            "trace",
-            "how much of NCCL's time hides behind computation, from a profiler's trace",
-            120,
-            ((*bench(f"{trace} --wrappers {TRACED}", "trace"), "--traces", str(context.results)),),
-            together=True,
-        ),
-        _profile(bench("kernels --device cuda --models gpt2 --rounds 1"), context),
+        _trace(context),
+        _profile(context),
         measured(
             "codecs", "the kernels of the wire formats, likewise", 120, CODECS, "--device cuda"
         ),
         _tests("nccl", "streams, graphs, NCCL and Gloo on CUDA tensors", RANK_TESTS, together=True),
         _tests("elastic", "ranks die, and the others go on", ("tests/gpu/test_cuda_elastic.py",)),
-        Stage(
-            "ranks",
-            "steps on several GPUs, over NVLink or PCIe",
-            300,
-            (bench(f"step --ranks {worlds} {RANKS}", "ranks"),) if worlds else (),
-            (bench(f"step --ranks 2 --models {HOST_BOUND} {TINY}", "ranks"),),
-        ),
+        _ranks(context),
     )
     named = {stage.name: stage for stage in every}
     assert len(named) == len(every), "two stages have one name"
     return named
+
+
+def _graphs(context: Context) -> Stage:
+    summary = "a whole step in a CUDA graph, beside the same step without one"
+    return Stage("graphs", summary, 90, (context.bench(f"graphs --models {HOST_BOUND}", "graphs"),))
+
+
+def _memory(context: Context, wrappers: str) -> Stage:
+    memory = f"memory --ranks 1 --models gpt2 --wrappers {wrappers}"
+
+    def both(scale: str) -> tuple[Command, ...]:
+        peak = context.bench(f"{memory} --peak {scale}", "memory")
+        return peak, context.bench(f"{memory} {scale}", "gradients")
+
+    summary = "the peak of a step's memory, and what gradients and buckets hold of it"
+    return Stage("memory", summary, 120, both(""), both(SCALE))
+
+
+def _zero(context: Context) -> Stage:
+    measure = (sys.executable, "-m", "tests.simulated.measure", "--width", "512")
+    commands = (
+        (*measure, "--device", "cuda", *context.kept("stages")),
+        context.bench("zero --stages 3 --models gpt2 --ranks 1 --rounds 7", "zero"),
+    )
+    summary = "memory, host waits and launches of each ZeRO stage, as on the simulated device"
+    return Stage("stages", summary, 180, commands, together=True)
+
+
+def _trace(context: Context) -> Stage:
+    trace = "overhead --ranks 2 --sockets --models gpt2 --rounds 3 --check-steps 0"
+    command = context.bench(f"{trace} --wrappers {TRACED}", "trace")
+    summary = "how much of NCCL's time hides behind computation, from a profiler's trace"
+    traces = ("--traces", str(context.results))
+    return Stage("trace", summary, 120, ((*command, *traces),), together=True)
+
+
+def _ranks(context: Context) -> Stage:
+    worlds = ",".join(str(n) for n in (2, 4, 8) if n <= context.gpus)
+    commands = (context.bench(f"step --ranks {worlds} {RANKS}", "ranks"),) if worlds else ()
+    rehearsal = context.bench(f"step --ranks 2 --models {HOST_BOUND} {TINY}", "ranks")
+    return Stage("ranks", "steps on several GPUs, over NVLink or PCIe", 300, commands, (rehearsal,))
 
 
 def _build() -> Stage:
@@ -225,7 +235,8 @@ def _sanitizer(folder: str) -> Stage:
     return Stage("sanitizer", summary, 300, commands, tools=tools, quiet=300)
 
 
-def _profile(kernels: Command, context: Context) -> Stage:
+def _profile(context: Context) -> Stage:
+    kernels = context.bench("kernels --device cuda --models gpt2 --rounds 1")
     log = str(context.results / "profile.csv")
     counted = ("ncu", "--clock-control", "none", "--csv", "--log-file", log, "--metrics", COUNTERS)
     few = ("--kernel-name", KERNELS, "--launch-count", "60")

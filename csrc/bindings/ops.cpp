@@ -165,6 +165,7 @@ void bind_ops(py::module_& m) {
       [](const std::string& device) { return ops::device_problem(at::Device(device)); },
       py::arg("device"));
   m.def("driver_problem", &ops::driver_problem, py::arg("runtime"), py::arg("driver"));
+  m.def("architecture_problem", &ops::architecture_problem, py::arg("missing"));
   bind_bundle(m);
   bind_wire(m);
   bind_codecs(m);

@@ -12,6 +12,10 @@ struct CudaVersions {
 // Makes no CUDA context, and works with a driver that is too old.
 CudaVersions cuda_versions();
 
+// Returns the current device's architecture, such as 75, if this build has no code for it that runs
+// there; else 0.
+int missing_architecture();
+
 // Lets the thread that holds one query events of the current device while another thread captures
 // a graph, which such a query would otherwise break.
 class BesideCaptures {

@@ -55,7 +55,18 @@ std::string driver_problem(int runtime, int driver) {
                 ", or keep the model on the CPU");
 }
 
-std::string device_problem(at::Device device) {
+std::string architecture_problem(int missing) {
+  if (missing == 0) return {};
+  return concat("the kernels of this build were not compiled for this GPU, whose architecture is ",
+                "sm_", missing, ". Set FASTSYNC_CUDA_ARCHS=", missing,
+                " and start again, which compiles them; an installed package has to be installed "
+                "anew with it. Or keep the model on the CPU");
+}
+
+namespace {
+
+// Cheap enough for every call.
+std::string problem_with_kind(at::Device device) {
   if (device.is_cpu()) return {};
 #ifdef FASTSYNC_WITH_CUDA
   if (device.is_cuda()) return problem_with_driver();
@@ -65,8 +76,21 @@ std::string device_problem(at::Device device) {
                 "model on the CPU");
 }
 
+}  // namespace
+
+std::string device_problem(at::Device device) {
+  std::string problem = problem_with_kind(device);
+#ifdef FASTSYNC_WITH_CUDA
+  if (problem.empty() && device.is_cuda()) {
+    const c10::DeviceGuard guard(device);
+    problem = architecture_problem(kernels::missing_architecture());
+  }
+#endif
+  return problem;
+}
+
 void check_supported(at::Device device) {
-  const std::string problem = device_problem(device);
+  const std::string problem = problem_with_kind(device);
   FS_CHECK_VALUE(problem.empty(), problem);
 }
 

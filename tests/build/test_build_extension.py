@@ -48,6 +48,12 @@ def test_a_driver_that_is_too_old_is_told_with_the_remedy(runtime, driver, probl
     assert re.search(problem, found)
 
 
+def test_a_gpu_without_kernels_is_told_with_the_remedy():
+    found = extension.load().architecture_problem
+    assert not found(0)
+    assert re.search(r"not compiled for this GPU, .* sm_75\. Set FASTSYNC_CUDA_ARCHS=75", found(75))
+
+
 @pytest.mark.skipif(not extension.load().with_cuda, reason="the extension has no CUDA kernels")
 def test_the_driver_of_this_machine_is_looked_at():
     found = extension.load().device_problem("cuda")

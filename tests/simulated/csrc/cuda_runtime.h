@@ -36,3 +36,12 @@ enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 };
 inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
   return cudaSuccess;
 }
+
+// There is code for every simulated device.
+constexpr cudaError_t cudaErrorNoKernelImageForDevice = static_cast<cudaError_t>(209);
+constexpr cudaError_t cudaErrorUnsupportedPtxVersion = static_cast<cudaError_t>(222);
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+struct cudaFuncAttributes {};
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*)()) { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int*) { return cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int*, cudaDeviceAttr, int) { return cudaSuccess; }
