@@ -186,7 +186,7 @@ std::string encode(const std::vector<Standing>& standings) {
   put_word(bytes, static_cast<int64_t>(standings.size()));
   for (const Standing& each : standings) {
     for (const int64_t value : {each.step, each.phase, each.bucket, each.buckets, each.param,
-                                each.issued, each.coding, each.evaluated}) {
+                                each.issued, each.coding, each.kinds}) {
       put_word(bytes, value);
     }
   }
@@ -198,7 +198,7 @@ std::vector<Standing> take_standings(const std::string& bytes, size_t& at) {
   for (int64_t left = take_word(bytes, at); left > 0 && at < bytes.size(); --left) {
     Standing each;
     for (int64_t* value : {&each.step, &each.phase, &each.bucket, &each.buckets, &each.param,
-                           &each.issued, &each.coding, &each.evaluated}) {
+                           &each.issued, &each.coding, &each.kinds}) {
       *value = take_word(bytes, at);
     }
     result.push_back(each);

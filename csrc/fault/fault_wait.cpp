@@ -172,7 +172,7 @@ std::optional<Fault> FaultWatch::find_fault(const Wanted& wanted, const Wanted& 
   const bool long_ago = waited >= seconds_of(kLostGrace);
   const std::vector<Report> gone = ended(newest, kDeathGrace, long_ago);
   if (!gone.empty()) return fault_of(gone, wanted, waited, "");
-  if (auto alone = find_evaluation(wanted, waited)) return alone;
+  if (auto parted = find_mismatch(wanted, waited)) return parted;
   if (waited >= patience.next && !patience.asked) {
     ask(wanted);
     patience.asked = true;
@@ -183,39 +183,70 @@ std::optional<Fault> FaultWatch::find_fault(const Wanted& wanted, const Wanted& 
   return std::nullopt;
 }
 
-// Finds an evaluation on one rank alone: a neighbour has issued collectives of an evaluation that
-// this rank has not, or the other way around. Their collectives no longer match, and both would
-// wait forever.
-std::optional<Fault> FaultWatch::find_evaluation(const Wanted& wanted, double waited) const {
-  int64_t alone = -1;
-  int64_t other = -1;
+namespace {
+
+// Two ranks whose collectives no longer match, so that both would wait forever.
+struct Mismatch {
+  int64_t more = -1;  // the rank that has run a forward or backward which `fewer` has not
+  int64_t fewer = -1;
+  bool evaluation = false;  // what it has run: a forward without gradients; else a backward
+};
+
+std::optional<Mismatch> mismatch_of(int64_t rank, const Kinds& own, int64_t other,
+                                    const Kinds& theirs) {
+  const auto evaluations = static_cast<int16_t>(own.evaluations - theirs.evaluations);
+  const auto backwards = static_cast<int16_t>(own.backwards - theirs.backwards);
+  if (evaluations == 0 && backwards == 0) return std::nullopt;
+  const bool is_this = evaluations != 0 ? evaluations > 0 : backwards > 0;
+  return Mismatch{is_this ? rank : other, is_this ? other : rank, evaluations != 0};
+}
+
+std::string told(const Mismatch& found) {
+  const std::string more = concat("rank ", found.more);
+  const std::string fewer = concat("rank ", found.fewer);
+  if (found.evaluation) {
+    return concat(more, " evaluates while ", fewer, " trains: ", more,
+                  " has run a forward without gradients, which gathers parameters from every "
+                  "rank, and ",
+                  fewer, " has not");
+  }
+  return concat("either ", fewer, " has left out a backward, or ", more,
+                " has made one more: ", more, " is in a backward while ", fewer,
+                " is in a forward");
+}
+
+const char* remedy(const Mismatch& found) {
+  if (!found.evaluation) return "Every rank has to make as many backwards that synchronise.";
+  return "Either have every rank evaluate, or get a whole copy first, on every rank: "
+         "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+         "options=StateDictOptions(full_state_dict=True)), and load it into a model that is not "
+         "wrapped.";
+}
+
+}  // namespace
+
+// Finds a neighbour that has issued other kinds of collectives of units than this rank.
+std::optional<Fault> FaultWatch::find_mismatch(const Wanted& wanted, double waited) const {
+  std::optional<Mismatch> found;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (wanted.model >= models_.size()) return std::nullopt;
     const Progress& own = *models_[wanted.model].progress;
     for (const auto& [rank, neighbour] : neighbours_) {
       if (wanted.model >= neighbour.standings.size()) continue;
-      const Evaluated theirs = Evaluated::of(neighbour.standings[wanted.model].evaluated);
-      const int64_t ours = own.evaluated_of(theirs.issued);
-      if (ours < 0 || ours == static_cast<int64_t>(theirs.count)) continue;
-      const bool is_this = ours > static_cast<int64_t>(theirs.count);
-      alone = is_this ? rank_ : rank;
-      other = is_this ? rank : rank_;
-      break;
+      const Kinds theirs = Kinds::of(neighbour.standings[wanted.model].kinds);
+      if (const auto ours = own.kinds_of(theirs.issued)) {
+        found = mismatch_of(rank_, *ours, rank, theirs);
+      }
+      if (found) break;
     }
   }
-  if (alone < 0) return std::nullopt;
+  if (!found) return std::nullopt;
   Fault fault;
-  fault.ranks = {alone};
-  fault.reason = "evaluates alone";
-  fault.text = concat(
-      "fastsync: rank ", alone, " evaluates while rank ", other, " trains: rank ", alone,
-      " has run a forward without gradients, which gathers parameters from every rank, and rank ",
-      other, " has not. Rank ", rank_, " waited ", rounded(waited), " in ", wanted.place,
-      ". Either have every rank evaluate, or get a whole copy first, on every rank: "
-      "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-      "options=StateDictOptions(full_state_dict=True)), and load it into a model that is not "
-      "wrapped.");
+  fault.ranks = {found->evaluation ? found->more : found->fewer};
+  fault.reason = found->evaluation ? "evaluates alone" : "has made another number of backwards";
+  fault.text = concat("fastsync: ", told(*found), ". Rank ", rank_, " waited ", rounded(waited),
+                      " in ", wanted.place, ". ", remedy(*found));
   fault.seconds = waited;
   fault.parts = true;
   return fault;

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <optional>
 
 namespace fastsync::engine {
 
@@ -40,22 +41,26 @@ struct Standing {
   int64_t param = -1;   // whose gradient arrived last; -1: none in this step
   // Collectives of this model so far: the same ones in the same order on every rank.
   int64_t issued = 0;
-  int64_t coding = 0;     // milliseconds for which a codec of the user has been running; 0: none is
-  int64_t evaluated = 0;  // of units: see Evaluated
+  int64_t coding = 0;  // milliseconds for which a codec of the user has been running; 0: none is
+  int64_t kinds = 0;   // of units: see Kinds
 };
 
-// The number of a rank's first collectives that belong to evaluations: forwards without gradients
-// of parameters that are trained. Packed into one word, so that a reader never sees two numbers of
-// different moments.
-struct Evaluated {
-  uint32_t issued = 0;  // collectives, of which
-  uint32_t count = 0;   // belong to evaluations
+// How many of a rank's first collectives are of which kind. Packed into one word, so that a reader
+// never sees numbers of different moments. The last two count on from 0 after 65,535.
+struct Kinds {
+  uint32_t issued = 0;       // collectives, of which
+  uint16_t evaluations = 0;  // belong to forwards without gradients of parameters that are trained
+  uint16_t backwards = 0;    // belong to backwards
 
-  static Evaluated of(int64_t word) {
+  static Kinds of(int64_t word) {
     const auto bits = static_cast<uint64_t>(word);
-    return {static_cast<uint32_t>(bits >> 32U), static_cast<uint32_t>(bits)};
+    return {static_cast<uint32_t>(bits >> 32U), static_cast<uint16_t>(bits >> 16U),
+            static_cast<uint16_t>(bits)};
   }
-  int64_t word() const { return static_cast<int64_t>(uint64_t{issued} << 32U | count); }
+  int64_t word() const {
+    return static_cast<int64_t>(uint64_t{issued} << 32U | uint64_t{evaluations} << 16U |
+                                uint64_t{backwards});
+  }
 };
 
 class Progress {
@@ -77,7 +82,7 @@ class Progress {
 
   Standing now() const {
     return {get(kStep),  get(kPhase),  get(kBucket), get(kBuckets),
-            get(kParam), get(kIssued), coding(),     get(kEvaluated)};
+            get(kParam), get(kIssued), coding(),     get(kKinds)};
   }
   // Returns the thread on which a codec ran last.
   pthread_t coder() const { return coder_.load(std::memory_order_relaxed); }
@@ -97,20 +102,23 @@ class Progress {
     issue();
   }
   void issue() { set(kIssued, get(kIssued) + 1); }
-  // Counts a collective of a unit; `evaluates`: in an evaluation.
-  void issue_of_units(bool evaluates) {
+  // Counts a collective of a unit, in a forward that evaluates or in a backward.
+  void issue_of_units(bool evaluates, bool in_backward) {
     issue();
-    const Evaluated before = Evaluated::of(get(kEvaluated));
-    const Evaluated now{before.issued + 1, before.count + (evaluates ? 1U : 0U)};
-    history_[now.issued % kHistory].store(now.word(), std::memory_order_relaxed);
-    set(kEvaluated, now.word());
+    Kinds kinds = Kinds::of(get(kKinds));
+    ++kinds.issued;
+    kinds.evaluations = static_cast<uint16_t>(kinds.evaluations + (evaluates ? 1 : 0));
+    kinds.backwards = static_cast<uint16_t>(kinds.backwards + (in_backward ? 1 : 0));
+    history_[kinds.issued % kHistory].store(kinds.word(), std::memory_order_relaxed);
+    set(kKinds, kinds.word());
   }
-  // Returns how many of the first `issued` collectives belonged to evaluations. Negative: not
-  // known, or no longer.
-  int64_t evaluated_of(uint32_t issued) const {
+  // Returns the kinds of the first `issued` collectives; nothing where they are not known, or no
+  // longer.
+  std::optional<Kinds> kinds_of(uint32_t issued) const {
     const auto& kept = history_[issued % kHistory];
-    const Evaluated found = Evaluated::of(kept.load(std::memory_order_relaxed));
-    return issued > 0 && found.issued == issued ? static_cast<int64_t>(found.count) : -1;
+    const Kinds found = Kinds::of(kept.load(std::memory_order_relaxed));
+    if (issued == 0 || found.issued != issued) return std::nullopt;
+    return found;
   }
   // Takes the last issue() back: the collective has failed.
   void take_back() { set(kIssued, get(kIssued) - 1); }
@@ -137,17 +145,7 @@ class Progress {
   }
 
  private:
-  enum Field {
-    kStep,
-    kPhase,
-    kBucket,
-    kBuckets,
-    kParam,
-    kIssued,
-    kCodingSince,
-    kEvaluated,
-    kFields
-  };
+  enum Field { kStep, kPhase, kBucket, kBuckets, kParam, kIssued, kCodingSince, kKinds, kFields };
   static constexpr size_t kHistory = 512;
 
   int64_t get(Field field) const { return values_[field].load(std::memory_order_relaxed); }
@@ -165,7 +163,7 @@ class Progress {
   std::array<std::atomic<int64_t>, kFields> values_{};
   std::atomic<pthread_t> coder_{};
   int64_t before_ = 0;  // issued before this step; used by the writer alone
-  std::array<std::atomic<int64_t>, kHistory> history_{};  // of Evaluated, by `issued`
+  std::array<std::atomic<int64_t>, kHistory> history_{};  // of Kinds, by `issued`
 };
 
 }  // namespace fastsync::engine

@@ -10,6 +10,7 @@ namespace fastsync::engine {
 void UnitLog::begin_forward(bool counts, bool evaluates) {
   counts_ = counts;
   evaluates_ = evaluates;
+  in_backward_ = false;
   log_.pause(!counts);
   if (counts) log_.begin_forward();
 }
@@ -21,11 +22,15 @@ void UnitLog::end_forward() {
   log_.pause(false);
 }
 
-void UnitLog::begin_backward() { log_.begin_backward(); }
+void UnitLog::begin_backward() {
+  in_backward_ = true;
+  log_.begin_backward();
+}
 
 void UnitLog::end_backward() { log_.end_backward(); }
 
 void UnitLog::end_work() {
+  in_backward_ = false;
   if (!std::exchange(reduced_, false)) {
     progress()->reach(Phase::kBetweenSteps);
     return;
@@ -36,7 +41,7 @@ void UnitLog::end_work() {
 
 int64_t UnitLog::issue(Direction direction) {
   reduced_ = reduced_ || direction == Direction::kReduce;
-  progress()->issue_of_units(evaluates_);
+  progress()->issue_of_units(evaluates_, in_backward_);
   return progress()->issued();
 }
 

@@ -67,6 +67,7 @@ class UnitLog {
   int64_t steps_ = 0;
   bool counts_ = true;
   bool evaluates_ = false;
+  bool in_backward_ = false;
   bool reduced_ = false;  // since the last step
 };
 

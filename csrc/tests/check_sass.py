@@ -148,6 +148,7 @@ EXPECTATIONS = (
     (r"encode_kernel<(\w+), (\w+), ", encode_accesses),
     (r"decode_kernel<(\w+), (\w+), ", decode_accesses),
     (r"reduce_kernel<(\w+)>", reduce_accesses),
+    (r"probe\(?", lambda: Accesses(0, 0)),  # asks only whether there is code for a GPU
 )
 
 

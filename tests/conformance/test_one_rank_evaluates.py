@@ -1,4 +1,6 @@
-"""A forward without gradients on some ranks only: an error, or what every rank may do."""
+"""A forward without gradients, or without its backward, on some ranks only: an error, or what every
+rank may do.
+"""
 
 from functools import partial
 
@@ -54,6 +56,27 @@ def test_one_rank_that_evaluates_is_an_error_on_every_rank(who, world, stage):
         assert "have every rank evaluate" in raised
         assert "full_state_dict=True" in raised
         assert unchanged
+
+
+def one_leaves_out(who, rank, world, stage):
+    """Return how the error of this rank reads, where rank `who` makes no backward of a forward."""
+    model = STAGES[stage](net())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    train(model, optimizer, rank, range(2))
+    try:
+        if rank == who:
+            loss_of(model(batch(rank, 2)))
+        train(model, optimizer, rank, range(3 if rank == who else 2, 5))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
+def test_a_backward_that_a_rank_leaves_out_is_named_on_every_rank(stage):
+    for raised in run_ranks(partial(one_leaves_out, 1), 2, stage, timeout=40.0):
+        assert "rank 1 has left out a backward, or rank 0 has made one more" in raised, raised
+        assert "as many backwards" in raised
 
 
 def every_rank_evaluates(wrap, rank):
