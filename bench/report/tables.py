@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from examples.common.text import Spread, milliseconds, ratio, render
-from examples.common.variants import FLOOR
+from examples.common.variants import FLOOR, OURS
 
 CEILING = "copy"  # of kernels: a plain copy of as many bytes
 CODECS = ("encode", "reduce", "decode", "select")  # kernels of codecs, by the first word
@@ -101,6 +101,26 @@ def kernels(points: list[Point], markdown: bool = False) -> str:
         names = (lambda p: f"{word(p, 1)}, {p['of'][2]}"), (lambda p: word(p, 0))
         tables.append(pivot(coded, corner, cell, markdown, *names))
     return "\n\n".join(tables)
+
+
+def kernels_in_short(points: list[Point]) -> str:
+    """Return one row per model: the shares of a copy's rate that FastDDP's kernels and the best of
+    torch's ways reach, and the host's microseconds for ours.
+    """
+    found: dict[tuple[str, str], dict[str, Point]] = {}
+    for p in points:
+        model, case, method = p["of"]
+        found.setdefault((model, case), {})[method] = p
+    models, cases = (dict.fromkeys(names) for names in zip(*found, strict=True))
+
+    def cell(ways: dict[str, Point]) -> str:
+        share = {name: 1 / way["ratio"]["median"] for name, way in ways.items()}
+        host = f", {1e6 * ways[OURS]['host']['median']:.0f} us" if "host" in ways[OURS] else ""
+        torchs = max((share[name] for name in ways if name not in (CEILING, OURS)), default=None)
+        return f"{share[OURS]:.2f}{f' / {torchs:.2f}' if torchs else ''}{host}"
+
+    rows = [(m, *(cell(found[m, c]) if (m, c) in found else "-" for c in cases)) for m in models]
+    return render(("ours / torch's best", *cases), rows, True)
 
 
 def overlap(points: list[Point], markdown: bool = False) -> str:
