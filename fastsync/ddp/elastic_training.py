@@ -112,17 +112,17 @@ class Elastic:
         front: ElasticDDP,
         engine: Engine,
         policy: ElasticPolicy,
-        seat: RankIdentity,
+        identity: RankIdentity,
         sharded: ShardedOptimizers | None,
     ) -> None:
         group = engine.group
         self._front, self._engine, self._policy = weakref.ref(front), engine, policy
-        self.seat, self._me, self._started = seat, seat.rank, seat.started
+        self.identity, self._me, self._started = identity, identity.rank, identity.started
         self.timeout = group_timeout(group) or timedelta(minutes=30)
-        identity = zlib.crc32("\n".join(p.name for p in engine.params).encode())
-        name = f"elastic-{group.group_name}-{identity}"
-        opened = "to be told" if seat.returns else ""
-        self.place = Survivors(seat.store, name, self._me, opened)
+        checksum = zlib.crc32("\n".join(p.name for p in engine.params).encode())
+        name = f"elastic-{group.group_name}-{checksum}"
+        opened = "to be told" if identity.returns else ""
+        self.place = Survivors(identity.store, name, self._me, opened)
         self._watches: list[tuple[FaultWatch, dict[int, int]]] = []  # ranks by their places in it
         self._decision: Decision | None = None
         self._epoch = self._done = 0
@@ -130,7 +130,7 @@ class Elastic:
         self._obstacle: RuntimeError | None = None  # that the last attempt to rebuild has met
         self.invite: Callable[[dict[int, int], int], None] = lambda newcomers, epoch: None
         self.hand_over: Callable[[dist.ProcessGroup, Decision], None] = lambda group, who: None
-        ranks = (self._me,) if seat.returns else tuple(range(self._started))
+        ranks = (self._me,) if identity.returns else tuple(range(self._started))
         self.now = Membership(group.rank(), ranks, 0, 1, group)
         self._see(group, ranks)
 
@@ -323,10 +323,10 @@ class Elastic:
         old = self._engine.group
         break_group(old)
         self._engine.shares.outlive()
-        members = [self.seat.member(rank) for rank in ranks]
+        members = [self.identity.member(rank) for rank in ranks]
         name, backend = f"{self.place.name}-{self._epoch}", renewed_backend(old) or "gloo"
         me = ranks.index(self._me)
-        return make_group(self.seat.store, me, members, name, _PATIENCE, backend)
+        return make_group(self.identity.store, me, members, name, _PATIENCE, backend)
 
     def until_all(self, task: Callable[[], None]) -> None:
         """Run what all ranks do together, until all that are left have done it.
@@ -419,18 +419,18 @@ class ElasticDDP(SkippingDDP):
         broadcasts = bool(self.modules_buffers) and self.broadcast_buffers
         for what in unfit(module, engine, delays, broadcasts):
             raise ValueError(f"elastic does not go with {what}")
-        seat = RankIdentity.of(engine.group)
-        began = 1 if seat is None else seat.started
+        identity = RankIdentity.of(engine.group)
+        began = 1 if identity is None else identity.started
         if began < policy.min_ranks:
             raise ValueError(
                 f"elastic: min_ranks is {policy.min_ranks}, but only {began} ranks begin the "
                 "training"
             )
-        if seat is None:
+        if identity is None:
             return
         sharded = cast(DDPReducer, self.reducer).sharded
-        elastic = self._elastic = Elastic(self, engine, policy, seat, sharded)
-        if seat.returns:
+        elastic = self._elastic = Elastic(self, engine, policy, identity, sharded)
+        if identity.returns:
             engine.on_step = _refuse
         me = weakref.ref(elastic)  # the reducer must not keep its engine alive
         if sharded is not None:

@@ -97,7 +97,7 @@ class Returns(StepWatcher):
         self, module: nn.Module, engine: Engine, elastic: Elastic, passing: Passing
     ) -> None:
         self._module, self._engine, self._elastic = module, engine, elastic
-        self._passing, self._store = passing, elastic.seat.store
+        self._passing, self._store = passing, elastic.identity.store
         self._doorway = JoinGate(self._store)
         self._looks = True  # the store is there
         self._stepped = -1  # the steps that there were when an optimizer stepped
@@ -122,13 +122,13 @@ class Returns(StepWatcher):
             RankMismatchError: they train another model, or with other settings.
             SyncFault: they do not take it in.
         """
-        elastic, seat = self._elastic, self._elastic.seat
-        waiting = Waiting(self._store, seat.rank, elastic.timeout.total_seconds())
+        elastic, identity = self._elastic, self._elastic.identity
+        waiting = Waiting(self._store, identity.rank, elastic.timeout.total_seconds())
         training = _Training.decoded(waiting.training())
         difference = find_difference(training.statement, self._statement(settings))
         if difference:
             raise RankMismatchError(
-                f"rank {seat.rank} was started while others train, but differs from them: "
+                f"rank {identity.rank} was started while others train, but differs from them: "
                 f"{difference}"
             )
         elastic.place.name = training.place
@@ -136,11 +136,11 @@ class Returns(StepWatcher):
         while not self._joined(waiting.admitted()):
             _log.warning(
                 "fastsync: rank %d was being taken in when others ended (%s); it tries again",
-                seat.rank,
+                identity.rank,
                 elastic.obstacle,
             )
             self._engine.use_group(alone)
-        self._store.set(back_key(seat.process), "")
+        self._store.set(back_key(identity.process), "")
 
     def _joined(self, epoch: int) -> bool:
         joined = False
@@ -202,7 +202,7 @@ class Returns(StepWatcher):
         Raises:
             RuntimeError: it does not succeed on every rank.
         """
-        newcomers, me = dict(decision.newcomers), self._elastic.seat.rank
+        newcomers, me = dict(decision.newcomers), self._elastic.identity.rank
         self._joins, refusal = group, open_watch(group)
         if refusal:
             raise RuntimeError(f"ranks that come back cannot be looked out for: {refusal}")
@@ -277,10 +277,10 @@ class RejoiningDDP(ElasticDDP):
             raise RuntimeError("catch_up() needs FastDDP(model, faults=Faults(elastic=True))")
         if self._returns is not None:
             raise RuntimeError("catch_up() is called once, before the first step")
-        if elastic is None or not elastic.seat.lasting:
+        if elastic is None or not elastic.identity.lasting:
             return engine.core.steps()
-        store, seat = elastic.seat.store, elastic.seat
-        if store.add(f"models/{seat.rank}-{seat.process}", 1) > 1:
+        store, identity = elastic.identity.store, elastic.identity
+        if store.add(f"models/{identity.rank}-{identity.process}", 1) > 1:
             raise ValueError(
                 "catch_up() of a second model: ranks come back to trainings of one model only"
             )
@@ -288,7 +288,7 @@ class RejoiningDDP(ElasticDDP):
         returns = Returns(cast(nn.Module, self.module), engine, elastic, passing)
         settings = [str(cap) for cap in cast(Any, self)._buckets.caps]
         self._returns = returns
-        if seat.returns:
+        if identity.returns:
             returns.come_back(settings)
         else:
             returns.begin(settings)

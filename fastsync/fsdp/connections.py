@@ -81,13 +81,13 @@ class Connections:
 
     def introduce(self, units: Sequence[Unit]) -> None:
         """Set the names of connected units, in the same order on every rank."""
-        strands = [strand for unit in units for strand in unit.strands]
-        if strands == self._named:
+        dtype_shards = [dtype_shard for unit in units for dtype_shard in unit.dtype_shards]
+        if dtype_shards == self._named:
             return
-        self._named = strands
+        self._named = dtype_shards
         self.infos[:] = [info for unit in units for info in _infos(unit)]
-        for number, (strand, info) in enumerate(zip(strands, self.infos, strict=True)):
-            strand.call(core.make_unit_name(number, info.words, info.parameters))
+        for number, (dtype_shard, info) in enumerate(zip(dtype_shards, self.infos, strict=True)):
+            dtype_shard.call(core.make_unit_name(number, info.words, info.parameters))
         names = [f"unit {info.name!r}" for info in self.infos]
         for links in links_in(units):
             for peers in links.peers():
@@ -108,25 +108,28 @@ def _statement(units: Sequence[Unit], place: Place, mark: int) -> Statement:
 
 def links_in(units: Sequence[Unit]) -> list[Links]:
     """Return the links of units, also those from a gather before the first forward of the root."""
-    strands = (strand for unit in units for strand in unit.strands)
-    return list({id(s.links): s.links for s in strands if s.links is not None}.values())
+    dtype_shards = (dtype_shard for unit in units for dtype_shard in unit.dtype_shards)
+    return list({id(s.links): s.links for s in dtype_shards if s.links is not None}.values())
 
 
 def travels(unit: Unit) -> bool:
     """Return whether a unit is gathered while this thread goes on."""
-    return all(strand.links is not None and strand.links.travels for strand in unit.strands)
+    return all(
+        dtype_shard.links is not None and dtype_shard.links.travels
+        for dtype_shard in unit.dtype_shards
+    )
 
 
 def _infos(unit: Unit) -> list[UnitInfo]:
-    """Return how timelines and errors call it: a name for each strand."""
+    """Return how timelines and errors call it: a name for each dtype shard."""
     name = unit.name or "root"
-    several = len(unit.strands) > 1
-    return [_info(s, f"{name} ({s.compute})" if several else name) for s in unit.strands]
+    several = len(unit.dtype_shards) > 1
+    return [_info(s, f"{name} ({s.compute})" if several else name) for s in unit.dtype_shards]
 
 
-def _info(strand: DtypeShard, name: str) -> UnitInfo:
-    """Return the description of a strand for timelines."""
-    numel = sum(math.prod(member.shape.sizes) for member in strand.members)
-    dtype = str(strand.compute).removeprefix("torch.")
-    names = tuple(member.name for member in strand.members)
-    return UnitInfo(name, names, numel * strand.compute.itemsize, dtype)
+def _info(dtype_shard: DtypeShard, name: str) -> UnitInfo:
+    """Return the description of a dtype shard for timelines."""
+    numel = sum(math.prod(member.shape.sizes) for member in dtype_shard.members)
+    dtype = str(dtype_shard.compute).removeprefix("torch.")
+    names = tuple(member.name for member in dtype_shard.members)
+    return UnitInfo(name, names, numel * dtype_shard.compute.itemsize, dtype)

@@ -299,7 +299,7 @@ class Context(StepWatcher, Generic[S]):
     def _hand_back(self) -> None:
         """Let scripts write to the shares from here on."""
         for unit in self.units():
-            hand_back(unit.strands)
+            hand_back(unit.dtype_shards)
 
     def forget_prefetched(self) -> None:
         """Let go of units that were gathered ahead, and not used."""
@@ -376,7 +376,7 @@ class Context(StepWatcher, Generic[S]):
             for unit in self.units():
                 unit.finish_sums()
         for unit in self.units():
-            land(unit.strands)
+            land(unit.dtype_shards)
         self.ends_queued = False
         self.gradients.announce(False)
 

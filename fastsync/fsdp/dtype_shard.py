@@ -31,7 +31,7 @@ __all__ = [
     "land",
 ]
 
-# Dtypes that strands cast, sum and scale.
+# Dtypes that dtype shards cast, sum and scale.
 TRAINABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # A share of so many bytes is worth a message of its own.
 DIRECT_BYTES = 128 << 10
@@ -433,13 +433,13 @@ class DtypeShard:
                 member.call_hooks()
 
 
-def hand_back(strands: Sequence[DtypeShard]) -> None:
+def hand_back(dtype_shards: Sequence[DtypeShard]) -> None:
     """Wait until this rank's shares may be written to: no copy reads them any more."""
-    for strand in strands:
-        strand.staging.wait()
+    for dtype_shard in dtype_shards:
+        dtype_shard.staging.wait()
 
 
-def land(strands: Sequence[DtypeShard]) -> None:
+def land(dtype_shards: Sequence[DtypeShard]) -> None:
     """Finish the gradients that are on their way to the CPU."""
-    for strand in strands:
-        strand._land()
+    for dtype_shard in dtype_shards:
+        dtype_shard._land()

@@ -189,7 +189,7 @@ class _Part:
 
 @dataclass
 class _Gathered:
-    """Gathered parts of an ExtendedStrand, or parts that are about to be gathered."""
+    """Gathered parts of an ExtendedShard, or parts that are about to be gathered."""
 
     parts: list[_Part] = field(default_factory=list)
     under_way: bool = False
@@ -197,7 +197,7 @@ class _Gathered:
 
 
 class ExtensionShard(DtypeShard):
-    """Strand whose members are apart from each other, each a tensor of its own class.
+    """DtypeShard whose members are apart from each other, each a tensor of its own class.
 
     Gradients go the way of plain members' gradients. Collectives are the process group's; what
     they send to gather is not among the unit's counters.

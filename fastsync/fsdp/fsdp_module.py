@@ -34,7 +34,7 @@ class _Handle(UnshardHandle):
         state, self._state = self._state, None
         if state is not None and state.unit is not None:
             state.context.gather([state.unit])
-            hand_back(state.unit.strands)
+            hand_back(state.unit.dtype_shards)
 
 
 def _state(module: object) -> State:

@@ -1,4 +1,4 @@
-"""Codes of a unit's strands: which strands travel as codes, and how their chunks do."""
+"""Codes of a unit: which of its dtype shards travel as codes, and how their chunks do."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ class Codes:
         return world * self._payload(laid, world).chunk_bytes
 
     def spec(self, laid: ChunkLayout, world: int, name: str) -> core.CodedSpec:
-        """Return the spec of one rank's chunk. Random numbers differ by rank and by the strand's
-        name.
-        """
+        """Return the spec of one rank's chunk. Random numbers differ by rank and dtype shard."""
         plan = CodedPlan(self.codec, "scatter", self._payload(laid, world), error_feedback=False)
         number = zlib.crc32(name.encode())
         return core.coded_spec(number, plan, core.Sender(self.wire, dist.get_rank()))

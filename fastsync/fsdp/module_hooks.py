@@ -246,8 +246,8 @@ class State:
             unit.watch_with(self.context.gradients)
             if not unit.is_whole:
                 unit.settle()
-            for strand in unit.strands:
-                strand.check_memory()
+            for dtype_shard in unit.dtype_shards:
+                dtype_shard.check_memory()
         self.context.connections.introduce(self.context.units())
         self._connected = True
 

@@ -59,7 +59,7 @@ class Switches:
 class _Summing:
     """Sums that the replicas add up."""
 
-    strand: DtypeShard
+    dtype_shard: DtypeShard
     sums: torch.Tensor
     work: dist.Work
     movement: core.Movement
@@ -88,7 +88,7 @@ class Unit:
 
     modules: tuple[nn.Module, ...]
     place: Place
-    strands: list[DtypeShard]
+    dtype_shards: list[DtypeShard]
     switches: Switches = field(default_factory=Switches)
     moment: Moment = Moment.IDLE
     is_whole: bool = False
@@ -117,14 +117,14 @@ class Unit:
         mixed: MixedDTypes,
         wires: UnitWires,
     ) -> Unit:
-        """Return a unit with a strand per dtype, and others for members that have extensions."""
-        unit = cls(tuple(modules), place, _strands_of(members, place, mixed, wires))
+        """Return a unit with a shard per dtype, and others for members that have extensions."""
+        unit = cls(tuple(modules), place, _dtype_shards_of(members, place, mixed, wires))
         unit.show_sharded()
         return unit
 
     @property
     def members(self) -> Iterable[ShardedParam]:
-        return (member for strand in self.strands for member in strand.members)
+        return (member for dtype_shard in self.dtype_shards for member in dtype_shard.members)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield all that modules may have registered: shares and unsharded parameters."""
@@ -138,7 +138,9 @@ class Unit:
         cuts = (f"{m.name!r} along dimension {m.shape.dim}" for m in self.members if m.shape.dim)
         kept = self.switches.reshard_to or self.switches.reshard_after_forward
         return {
-            "what travels of unit {}": "; ".join(strand.travels_as() for strand in self.strands),
+            "what travels of unit {}": "; ".join(
+                dtype_shard.travels_as() for dtype_shard in self.dtype_shards
+            ),
             "the cut of unit {}": ", ".join(cuts) or "along dimension 0",
             "reshard_after_forward of unit {}": str(kept),
             "offload_policy of unit {}": "none" if self.place.offload is None else "to the CPU",
@@ -147,31 +149,33 @@ class Unit:
     # --- parameters
 
     def connect(self, links: Links) -> None:
-        for strand in self.strands:
-            strand.links = strand.links or links
+        for dtype_shard in self.dtype_shards:
+            dtype_shard.links = dtype_shard.links or links
 
     def settle(self) -> None:
         """Register parameters that a script has exchanged, or given an extension."""
-        for strand in self.strands:
-            strand.settle()
+        for dtype_shard in self.dtype_shards:
+            dtype_shard.settle()
         for member in self.members:
             member.note_local()
         self._sort()
         self.show_sharded()
 
     def _sort(self) -> None:
-        """Put every member into a strand of its kind.
+        """Put every member into a dtype shard of its kind.
 
         Raises:
             RuntimeError: one was gathered as another kind.
         """
-        strays = [m for s in self.strands for m in s.members if _kind_of(m) is not type(s)]
+        strays = [m for s in self.dtype_shards for m in s.members if _kind_of(m) is not type(s)]
         if not strays:
             return
-        if any(strand.begun for strand in self.strands):
+        if any(dtype_shard.begun for dtype_shard in self.dtype_shards):
             raise RuntimeError(_TOO_LATE.format(strays[0].name))
-        before = self.strands
-        self.strands = _strands_of(list(self.members), self.place, before[0].mixed, before[0].wires)
+        before = self.dtype_shards
+        self.dtype_shards = _dtype_shards_of(
+            list(self.members), self.place, before[0].mixed, before[0].wires
+        )
         if before[0].links is not None:
             self.connect(before[0].links)
 
@@ -187,8 +191,8 @@ class Unit:
             self.reshard()
             self.settle()
         if not self.is_whole:
-            for strand in self.strands:
-                strand.drop_part()
+            for dtype_shard in self.dtype_shards:
+                dtype_shard.drop_part()
         if self.is_whole:
             for member in self.members:
                 member.take_script_gradient()
@@ -203,10 +207,10 @@ class Unit:
             self._begun = True
             for member in self.members:
                 member.note_version()
-        for strand in self.strands:
-            if not isinstance(strand, ExtensionShard):
-                _check_plain(strand)
-            strand.start_gather()
+        for dtype_shard in self.dtype_shards:
+            if not isinstance(dtype_shard, ExtensionShard):
+                _check_plain(dtype_shard)
+            dtype_shard.start_gather()
 
     def finish_gather(self) -> None:
         """Wait until modules have the whole parameters."""
@@ -214,8 +218,8 @@ class Unit:
             return
         if not self.is_whole:
             self.start_gather()
-            for strand in self.strands:
-                strand.finish_gather()
+            for dtype_shard in self.dtype_shards:
+                dtype_shard.finish_gather()
         for member in self.members:
             member.show_whole()
         self.is_whole, self.concealed = True, False
@@ -266,11 +270,11 @@ class Unit:
 
     def bytes_to_gather(self) -> int:
         """Return the bytes that every rank needs while this unit is whole."""
-        return sum(strand.bytes_to_gather() for strand in self.strands)
+        return sum(dtype_shard.bytes_to_gather() for dtype_shard in self.dtype_shards)
 
     def bytes_to_reduce(self) -> int:
         """Return an upper bound on the bytes of gradients on their way, the same on every rank."""
-        return sum(strand.bytes_to_reduce() for strand in self.strands)
+        return sum(dtype_shard.bytes_to_reduce() for dtype_shard in self.dtype_shards)
 
     def freeze_alike(self) -> None:
         """Make shares and unsharded parameters require gradients alike."""
@@ -297,8 +301,8 @@ class Unit:
             self._begun = False
             for member in self.members:
                 member.forget_version()
-        for strand in self.strands:
-            strand.release(keepers)
+        for dtype_shard in self.dtype_shards:
+            dtype_shard.release(keepers)
 
     # --- gradients
 
@@ -308,31 +312,33 @@ class Unit:
 
     def has_gradients(self) -> bool:
         """Return whether there is anything to reduce, or for replicas to add up."""
-        if self.owes or any(strand.has_gradients() for strand in self.strands):
+        if self.owes or any(dtype_shard.has_gradients() for dtype_shard in self.dtype_shards):
             return True
-        return self.switches.all_reduce and any(s.partial is not None for s in self.strands)
+        return self.switches.all_reduce and any(s.partial is not None for s in self.dtype_shards)
 
     def keep_gradients(self) -> None:
         """Leave them to a later backward."""
         self.owes = True
-        for strand in self.strands:
-            strand.keep_gradients()
+        for dtype_shard in self.dtype_shards:
+            dtype_shard.keep_gradients()
 
     def start_reduce(self) -> None:
         """Send what has been accumulated. Collective."""
         self.owes = False
         scale = 1.0 / (self.switches.divisor or self.place.ranks)
-        self._reducing = [strand for strand in self.strands if strand.start_reduce(scale)]
+        self._reducing = [
+            dtype_shard for dtype_shard in self.dtype_shards if dtype_shard.start_reduce(scale)
+        ]
 
     def finish_reduce(self) -> None:
         """Wait for the sums; replicas then start to all-reduce theirs, which is collective."""
-        for strand in self._reducing:
-            sums = strand.finish_reduce()
+        for dtype_shard in self._reducing:
+            sums = dtype_shard.finish_reduce()
             if self.place.replicas is not None:
-                self._add_up(strand, sums)
+                self._add_up(dtype_shard, sums)
                 continue
             self._call_hook(sums)
-            strand.deliver(sums)
+            dtype_shard.deliver(sums)
         self._reducing = []
 
     def _call_hook(self, sums: torch.Tensor) -> None:
@@ -347,27 +353,27 @@ class Unit:
             self.switches.hook(sums)
         device.current_stream().wait_stream(stream)
 
-    def _add_up(self, strand: DtypeShard, sums: torch.Tensor) -> None:
-        if strand.partial is not None:
-            sums.add_(strand.partial)
-            strand.partial = None
+    def _add_up(self, dtype_shard: DtypeShard, sums: torch.Tensor) -> None:
+        if dtype_shard.partial is not None:
+            sums.add_(dtype_shard.partial)
+            dtype_shard.partial = None
         if not self.switches.all_reduce:
-            strand.partial = sums
+            dtype_shard.partial = sums
             return
-        replicas, links, name = self.place.replicas, strand.links, strand.name
+        replicas, links, name = self.place.replicas, dtype_shard.links, dtype_shard.name
         assert replicas is not None and name is not None
         assert links is not None and links.replicas is not None
         sent = 2 * (replicas.size() - 1) * sums.nbytes // replicas.size()  # of a ring
         movement = links.replicas.ranks.begin(name, "sum", sent)
         work = dist.all_reduce(sums, group=replicas, async_op=True)
-        self._summing.append(_Summing(strand, sums, work, movement))
+        self._summing.append(_Summing(dtype_shard, sums, work, movement))
 
     def finish_sums(self) -> None:
         """Wait for the all-reduce over the replicas."""
         for summing in self._summing:
             self._await(summing)
             self._call_hook(summing.sums)
-            summing.strand.deliver(summing.sums)
+            summing.dtype_shard.deliver(summing.sums)
             summing.movement.arrived()
         self._summing = []
 
@@ -378,16 +384,16 @@ class Unit:
     def forget(self) -> None:
         """Release everything that a failed step has left."""
         if self._reducing:
-            for strand in self._reducing:
-                strand.finish_reduce()
+            for dtype_shard in self._reducing:
+                dtype_shard.finish_reduce()
             self._reducing = []
         for summing in self._summing:
             self._await(summing)
         self._summing = []
         self.owes = False
-        for strand in self.strands:
-            strand.partial = None
-            strand.arriving.clear()
+        for dtype_shard in self.dtype_shards:
+            dtype_shard.partial = None
+            dtype_shard.arriving.clear()
         for member in self.members:
             member.take_whole_gradient()
         self.reshard()
@@ -411,17 +417,17 @@ def _kind_of(member: ShardedParam) -> type[DtypeShard]:
     return DtypeShard if member.sharded.dtype in TRAINABLE else RawShard
 
 
-def _strands_of(
+def _dtype_shards_of(
     members: Sequence[ShardedParam], place: Place, mixed: MixedDTypes, wires: UnitWires
 ) -> list[DtypeShard]:
-    """Return one strand for each kind and dtype."""
+    """Return one dtype shard for each kind and dtype."""
     alike: dict[tuple[type[DtypeShard], torch.dtype], list[ShardedParam]] = {}
     for member in members:
         alike.setdefault((_kind_of(member), member.sharded.dtype), []).append(member)
     return [kind(its, place, mixed, wires) for (kind, _), its in alike.items()]
 
 
-def _check_plain(strand: DtypeShard) -> None:
-    for member in strand.members:
+def _check_plain(dtype_shard: DtypeShard) -> None:
+    for member in dtype_shard.members:
         if has_extension(member.local):
             raise RuntimeError(_TOO_LATE.format(member.name))

@@ -15,7 +15,7 @@ __all__ = ["RawShard"]
 
 
 class RawShard(DtypeShard):
-    """A strand whose whole members have the bits of their shares, whatever the dtypes of its unit.
+    """A shard whose whole members have the bits of their shares, whatever the dtypes of its unit.
 
     The collective is that of the process group.
     """

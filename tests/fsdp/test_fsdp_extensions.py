@@ -206,7 +206,7 @@ def patched(rank, world, meta, dim):
         found.append(whole(model.parameters()))
         if shard is fully_shard:
             units = state_of(model).context.units()
-            kinds = [sorted(type(s).__name__ for s in unit.strands) for unit in units]
+            kinds = [sorted(type(s).__name__ for s in unit.dtype_shards) for unit in units]
     half = found[0][1] - found[0][1].half()
     return farthest(*found), kinds, float(half.abs().max()) > 0
 
@@ -228,8 +228,10 @@ def memory(rank, world):
 
     def look(*unused):
         units = state_of(model).context.units()
-        strands = [s for unit in units for s in unit.strands if type(s).__name__[0] == "E"]
-        wholes = [m.whole for s in strands for m in s.members if m.whole is not None]
+        dtype_shards = [
+            s for unit in units for s in unit.dtype_shards if type(s).__name__[0] == "E"
+        ]
+        wholes = [m.whole for s in dtype_shards for m in s.members if m.whole is not None]
         sizes.append([w.untyped_storage().nbytes() > 0 for w in wholes])
 
     for step in range(2):

@@ -400,7 +400,7 @@ def gathered_early(rank, world):
         loss_of(model, words(rank, 0)).backward()
         context = state_of(model).context
         gathers = sum(counted["gathers"] for counted in context.counters())
-        used = [strand.links for unit in context.units() for strand in unit.strands]
+        used = [dtype_shard.links for unit in context.units() for dtype_shard in unit.dtype_shards]
         found.append((gathers, all(links in context.all_links() for links in used)))
     return found
 

@@ -33,8 +33,10 @@ LOWER = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 POLICIES = (None, CopyAlways(), CopyAlways(pin_memory=False))
 
 
-def strands_of(model):
-    return [strand for unit in state_of(model).context.units() for strand in unit.strands]
+def dtype_shards_of(model):
+    return [
+        dtype_shard for unit in state_of(model).context.units() for dtype_shard in unit.dtype_shards
+    ]
 
 
 def frozen():
@@ -108,9 +110,11 @@ def with_each_policy(rank, world, model, make, how, rows, options):
         shared = {"mesh": mesh_of(world, rows), "offload_policy": policy, **options}
         made = apply(fully_shard, MODELS[model](), **shared)
         found = steps_of(made, rank, make, how)
-        strands = strands_of(made)
-        sources = [strand.staging.source for strand in strands]
-        apart = [s.data_ptr() != t.shard.data_ptr() for s, t in zip(sources, strands, strict=True)]
+        dtype_shards = dtype_shards_of(made)
+        sources = [dtype_shard.staging.source for dtype_shard in dtype_shards]
+        apart = [
+            s.data_ptr() != t.shard.data_ptr() for s, t in zip(sources, dtype_shards, strict=True)
+        ]
         left = sum(s.untyped_storage().nbytes() for s in sources if policy is not None)
         results.append((all(apart), left, found))
     return results
@@ -134,7 +138,7 @@ def test_bits_are_those_without_a_policy(run):
 def on_the_cpu(rank, world):
     model = apply(fully_shard, net(), offload_policy=CPUOffloadPolicy(pin_memory=True))
     train(model, rank, OPTIMIZERS["sgd"](model.parameters()), steps=1)
-    return [strand.staging.copies for strand in strands_of(model)]
+    return [dtype_shard.staging.copies for dtype_shard in dtype_shards_of(model)]
 
 
 def test_nothing_is_copied_where_units_compute_on_the_cpu():
@@ -392,11 +396,11 @@ def moved(rank, world):
     """Shares on another device than the CPU, which only pretends to exist."""
     model = apply(fully_shard, net(), offload_policy=CopyAlways())
     loss_of(model, words(rank, 0))
-    strand = strands_of(model)[1]
+    dtype_shard = dtype_shards_of(model)[1]
     with torch._subclasses.FakeTensorMode():
-        set_local(strand.members[0].sharded, torch.empty(3, device="cuda"))
+        set_local(dtype_shard.members[0].sharded, torch.empty(3, device="cuda"))
     model.reshard()
-    strand.check_memory()
+    dtype_shard.check_memory()
 
 
 def test_parameters_that_were_moved_are_named():

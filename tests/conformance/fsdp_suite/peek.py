@@ -42,8 +42,8 @@ class _Group:
         return self._trained().reduce
 
     def _trained(self) -> DtypeShard:
-        """The strand that can get gradients."""
-        (found,) = (s for s in self._unit.strands if s.dtype.is_floating_point)
+        """The dtype shard that can get gradients."""
+        (found,) = (s for s in self._unit.dtype_shards if s.dtype.is_floating_point)
         return found
 
     @property
