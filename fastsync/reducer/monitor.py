@@ -228,9 +228,25 @@ def explain_end(group: dist.ProcessGroup, place: str, rank: int, error: str) -> 
             visit.end(False)
 
 
-def wrapping(group: dist.ProcessGroup) -> contextlib.AbstractContextManager[None]:
-    """Begin a visit of this rank; return None without a watch."""
-    return _explained_by(_visit(group, _WRAPPING, "wrapping"))
+@contextlib.contextmanager
+def wrapping(group: dist.ProcessGroup) -> Iterator[None]:
+    """Name ranks that end while a model is wrapped, and ranks that share a GPU.
+
+    Raises:
+        RuntimeError: NCCL, which makes its communicator at the first collective, refuses `group`
+            because two of its ranks use the same GPU.
+    """
+    with _explained_by(_visit(group, _WRAPPING, "wrapping")):
+        try:
+            yield
+        except dist.DistBackendError as error:
+            if "Duplicate GPU" not in str(error):
+                raise
+            raise RuntimeError(
+                "two ranks use the same GPU, which NCCL refuses: call torch.cuda.set_device(int("
+                "os.environ['LOCAL_RANK'])) before init_process_group(), and start no more ranks "
+                f"on a machine than it has GPUs. NCCL says: {error}"
+            ) from error
 
 
 def _visit(

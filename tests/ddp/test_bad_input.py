@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import BuildError, FastDDP, RankMismatchError
+from fastsync.reducer.monitor import wrapping
 from fastsync.testing import run_ranks
 
 
@@ -361,3 +362,22 @@ def test_an_extension_that_one_rank_cannot_build():
     for text, kind in run_ranks(fail_to_build, 2, timeout=30):
         assert kind
         assert "rank 1: no C++ compiler" in text
+
+
+def refused_by_nccl(rank, world, words):
+    """Return how an error of NCCL reads while a model is wrapped."""
+    try:
+        with wrapping(dist.group.WORLD):
+            raise dist.DistBackendError(words)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_ranks_that_share_a_gpu_are_told_the_remedy():
+    """With NCCL's own words; `test_cuda_ddp.py` has NCCL say them."""
+    said = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 7000"
+    for found in run_ranks(refused_by_nccl, 1, said):
+        assert found.startswith("RuntimeError: two ranks use the same GPU")
+        assert "LOCAL_RANK" in found and said in found
+    for found in run_ranks(refused_by_nccl, 1, "unhandled system error"):
+        assert found == "DistBackendError: unhandled system error"

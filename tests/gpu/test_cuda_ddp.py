@@ -1,5 +1,6 @@
 """FastDDP on GPUs: the weights of DDP, over NCCL and Gloo, on any stream, with memory reused."""
 
+import os
 import time
 from contextlib import nullcontext
 
@@ -183,6 +184,22 @@ def keep_gradients(rank, world):
 
 def test_gradients_that_are_kept_stay():
     assert all(run_cuda_ranks(keep_gradients, 2))
+
+
+def share_a_gpu(rank, world):
+    """Return what two ranks of one host hear that use the same GPU."""
+    os.environ.pop("NCCL_HOSTID", None)
+    torch.cuda.set_device(0)
+    try:
+        FastDDP(build("wide").cuda())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_of_a_host_that_share_a_gpu_are_told_so():
+    for found in run_cuda_ranks(share_a_gpu, 2):
+        assert "two ranks use the same GPU" in found and "LOCAL_RANK" in found
 
 
 def unused(rank, world):
