@@ -36,7 +36,8 @@ def pytest_collection_modifyitems(config, items):
             for name in (*mark.args, *but):
                 place = f"{item.nodeid.partition('[')[0]}[{name}]"
                 named[place] = named.get(place, False) or name == case
-    chosen = any("::" in argument for argument in config.args)  # then not all cases are here
+    # With tests chosen by name, or those that failed before, not all cases are here.
+    chosen = config.getoption("lf") or any("::" in argument for argument in config.args)
     if missing := [] if chosen else [place for place, there in named.items() if not there]:
         raise pytest.UsageError(f"marked as slow, but not there: {', '.join(missing)}")
     part, parts = map(int, config.getoption("part").split("/"))

@@ -58,6 +58,7 @@ TYPED = {
 ELSEWHERE = {
     "all": "which runs the others",
     "curves": "whose formats fail after few steps",
+    "graphs": "which needs a GPU",
     "overhead": "which needs a GPU",
 }
 
