@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config, items):
                 place = f"{item.nodeid.partition('[')[0]}[{name}]"
                 named[place] = named.get(place, False) or name == case
     # With tests chosen by name, or those that failed before, not all cases are here.
-    chosen = config.getoption("lf") or any("::" in argument for argument in config.args)
+    chosen = config.getoption("lf", False) or any("::" in argument for argument in config.args)
     if missing := [] if chosen else [place for place, there in named.items() if not there]:
         raise pytest.UsageError(f"marked as slow, but not there: {', '.join(missing)}")
     part, parts = map(int, config.getoption("part").split("/"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 
@@ -44,40 +44,22 @@ def settled(workload: Workload, variant: Variant, group: Group, stream: torch.cu
     return lane
 
 
-def stepping(lane: Lane, stream: torch.cuda.Stream) -> Callable[[], None]:
-    """Return a function that makes one step without a graph."""
+def on_stream(stream: torch.cuda.Stream, call: Callable[[], object]) -> Callable[[], None]:
+    """Return a function that makes the call on `stream`."""
 
-    def step() -> None:
+    def run() -> None:
         with torch.cuda.stream(stream):
-            lane.step()
+            call()
 
-    return step
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """A captured step of a lane, whose weights it needs. Calling it replays the step."""
-
-    lane: Lane
-    stream: torch.cuda.Stream
-    graph: torch.cuda.CUDAGraph
-
-    @classmethod
-    def of(cls, lane: Lane, stream: torch.cuda.Stream) -> Replayed:
-        """Capture the lane's next step."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            lane.step()
-        return cls(lane, stream, graph)
-
-    def __call__(self) -> None:
-        with torch.cuda.stream(self.stream):
-            self.graph.replay()
+    return run
 
 
-def weights(lane: Lane) -> torch.Tensor:
-    """All of them, in one vector of fp64."""
-    return torch.cat([p.detach().double().flatten() for p in lane.module.parameters()])
+def captured(lane: Lane, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """Capture the lane's next step. The graph uses the lane's memory, and does not keep it."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        lane.step()
+    return graph
 
 
 def check(name: str, eager: Lane, graphed: Lane, ways: tuple[Callable[[], None], ...]) -> None:
@@ -86,12 +68,12 @@ def check(name: str, eager: Lane, graphed: Lane, ways: tuple[Callable[[], None],
     Raises:
         CheckFailed: the weights differ by more than a sum in another order makes.
     """
-    start = weights(eager)
+    start = eager.weights()
     for _ in range(CHECKED):
         for way in ways:
             way()
     torch.cuda.synchronize()
-    distance = (weights(graphed) - weights(eager)).norm() / (weights(eager) - start).norm()
+    distance = (graphed.weights() - eager.weights()).norm() / (eager.weights() - start).norm()
     if not float(distance) <= ROUNDING:
         raise CheckFailed(f"{name}: replays are {float(distance):.1e} off steps without a graph")
 
@@ -107,13 +89,16 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     progress = Progress(group)
     for model in args.models:
         workload, ways = b.workload(model, args), dict[str, Callable[[], None]]()
+        kept = []  # lanes, as long as their graphs are replayed
         variants = select(args.wrappers).variants
         for variant in variants:
             progress.show(f"{model}: {variant.name}")
             streams = torch.cuda.Stream(), torch.cuda.Stream()
             eager, graphed = (settled(workload, variant, group, s) for s in streams)
-            ways[variant.name] = stepping(eager, streams[0])
-            ways[f"{variant.name}, {REPLAYED}"] = Replayed.of(graphed, streams[1])
+            replay = captured(graphed, streams[1]).replay
+            ways[variant.name] = on_stream(streams[0], eager.step)
+            ways[f"{variant.name}, {REPLAYED}"] = on_stream(streams[1], replay)
+            kept.append(graphed)
             check(variant.name, eager, graphed, tuple(ways.values())[-2:])
 
         def once(name: str) -> float:

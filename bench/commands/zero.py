@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -138,24 +137,18 @@ STAGES = {
 }
 
 
-def weights(lane: Lane) -> Tensor:
-    """All of them, in one vector of fp64. Collective where ranks share them."""
-    whole = (getattr(p, "full_tensor", lambda p=p: p)() for p in lane.module.parameters())
-    return torch.cat([p.detach().double().flatten() for p in whole])
-
-
 def check(lanes: dict[str, Lane], group: Group, steps: int) -> None:
     """Take steps with all.
 
     Raises:
         CheckFailed: on every rank, where one that keeps fp32 trains other weights than DDP.
     """
-    start = weights(lanes[DDP])
+    start = lanes[DDP].weights()
     for lane in lanes.values():
         lane.steps(steps)
-    wanted = weights(lanes[DDP])
+    wanted = lanes[DDP].weights()
     for name, lane in lanes.items() if steps else ():
-        distance = float((weights(lane) - wanted).norm() / (wanted - start).norm())
+        distance = float((lane.weights() - wanted).norm() / (wanted - start).norm())
         if not name.endswith((FLOOR, *tuple(WIRES)[1:])) and not group.most(distance) <= ROUNDING:
             raise CheckFailed(f"{name}: weights are {distance:.1e} off {DDP}'s")
 

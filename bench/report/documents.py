@@ -131,6 +131,9 @@ def _table_report(result: Result) -> str:
     return f"{table}\n\n{title[:1].upper()}{title[1:]}."
 
 
+SHORT = {"kernels": _short_report}  # of results of GPUs
+
+
 def figures(name: str, results: Path = RESULTS, drawn: bool = True) -> str:
     """Return the text between the markers of `name`; `drawn`: with links to its charts."""
     if name.startswith(GPU):
@@ -146,8 +149,8 @@ def figures(name: str, results: Path = RESULTS, drawn: bool = True) -> str:
     kind = result["kind"]
     reports = {"step": _step_report, LINKS: _links_report, "table": _table_report}
     report = _wires_report if name.endswith(WIRES) else reports.get(kind, _point_report)
-    if kind == "kernels" and not drawn and not name.startswith("codecs"):
-        report = _short_report
+    if not drawn:
+        report = SHORT.get(name, report)
     shown = f"Chart of {kind}; its numbers are in the tables below"
     if kind == "table":
         shown = f"Chart: {result['title']}; its numbers are in the table below"

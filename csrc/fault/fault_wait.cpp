@@ -201,7 +201,7 @@ std::optional<Mismatch> mismatch_of(int64_t rank, const Kinds& own, int64_t othe
   return Mismatch{is_this ? rank : other, is_this ? other : rank, evaluations != 0};
 }
 
-std::string told(const Mismatch& found) {
+std::string description(const Mismatch& found) {
   const std::string more = concat("rank ", found.more);
   const std::string fewer = concat("rank ", found.fewer);
   if (found.evaluation) {
@@ -245,8 +245,8 @@ std::optional<Fault> FaultWatch::find_mismatch(const Wanted& wanted, double wait
   Fault fault;
   fault.ranks = {found->evaluation ? found->more : found->fewer};
   fault.reason = found->evaluation ? "evaluates alone" : "has made another number of backwards";
-  fault.text = concat("fastsync: ", told(*found), ". Rank ", rank_, " waited ", rounded(waited),
-                      " in ", wanted.place, ". ", remedy(*found));
+  fault.text = concat("fastsync: ", description(*found), ". Rank ", rank_, " waited ",
+                      rounded(waited), " in ", wanted.place, ". ", remedy(*found));
   fault.seconds = waited;
   fault.parts = true;
   return fault;

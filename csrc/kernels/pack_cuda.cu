@@ -7,7 +7,6 @@
 // same code with another constant.
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #include "cuda_access.h"
 #include "cuda_launch.h"
@@ -178,16 +177,16 @@ size_t launch_table(const Segment* segments, size_t count, const Call& call, con
 
 template <class Dst, class Src, bool kAccumulate, class ToRun>
 void launch_all(const Segment* segments, size_t count, const Call& call, const ToRun& to_run) {
-  const auto launch_some = [&](auto* table, size_t begin) {
-    using AnyTable = std::remove_pointer_t<decltype(table)>;
-    return launch_table<Dst, Src, kAccumulate, AnyTable>(segments + begin, count - begin, call,
-                                                         to_run);
-  };
   for (size_t begin = 0; begin < count;) {
+    const Segment* first = segments + begin;
     const size_t left = count - begin;
-    begin += left <= kSmallTable    ? launch_some(static_cast<SmallTable*>(nullptr), begin)
-             : left <= kMediumTable ? launch_some(static_cast<MediumTable*>(nullptr), begin)
-                                    : launch_some(static_cast<LargeTable*>(nullptr), begin);
+    if (left <= kSmallTable) {
+      begin += launch_table<Dst, Src, kAccumulate, SmallTable>(first, left, call, to_run);
+    } else if (left <= kMediumTable) {
+      begin += launch_table<Dst, Src, kAccumulate, MediumTable>(first, left, call, to_run);
+    } else {
+      begin += launch_table<Dst, Src, kAccumulate, LargeTable>(first, left, call, to_run);
+    }
   }
 }
 

@@ -81,7 +81,7 @@ std::string problem_with_kind(at::Device device) {
 std::string device_problem(at::Device device) {
   std::string problem = problem_with_kind(device);
 #ifdef FASTSYNC_WITH_CUDA
-  if (problem.empty() && device.is_cuda()) {
+  if (problem.empty() && device.is_cuda() && device.has_index()) {
     const c10::DeviceGuard guard(device);
     problem = architecture_problem(kernels::missing_architecture());
   }

@@ -14,7 +14,8 @@ struct CUstream_st;
 
 namespace fastsync::ops {
 
-// Returns why this build cannot run the kernels on `device`, with the remedy; empty if it can.
+// Returns why this build cannot run the kernels on `device`, with the remedy; empty if it can. For a
+// device without an index only the build and the driver are checked.
 std::string device_problem(at::Device device);
 // The same for versions of CUDA's runtime and driver, as kernels/driver.h numbers them. A driver
 // serves its own major version and older ones; without this check the first launch fails.

@@ -75,6 +75,11 @@ class Lane:
             self.optimizer.step()
         return loss
 
+    def weights(self) -> Tensor:
+        """Return all weights in one vector of fp64. Collective where ranks share them."""
+        whole = (getattr(p, "full_tensor", lambda p=p: p)() for p in self.module.parameters())
+        return torch.cat([p.detach().double().flatten() for p in whole])
+
     def steps(self, count: int) -> None:
         """Make so many steps."""
         for _ in range(count):

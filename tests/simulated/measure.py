@@ -15,7 +15,7 @@ import re
 import sys
 import tempfile
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -74,21 +74,21 @@ CASES = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Report:
     """What a GPU was asked for, in the words of the simulated device.
 
     Attributes:
         peak: bytes that its allocator had given at most.
         waits: those that torch knows of; see `torch.cuda.set_sync_debug_mode`.
-        launches: kernels and copies.
+        launches: kernels; copies and fills by the driver are left out.
         kernels: those of fastsync.
     """
 
-    peak: int = 0
-    waits: list[str] = field(default_factory=list)
-    launches: int = 0
-    kernels: int = 0
+    peak: int
+    waits: list[str]
+    launches: int
+    kernels: int
 
 
 def on_simulated(step, steps):
@@ -183,7 +183,7 @@ def live(rank, world, case, blocks, width):
     return [(count / size, where) for where, count in held.most_common()]
 
 
-def in_turn(rank, world, cases, blocks, width):
+def measure_on_gpu(rank, world, cases, blocks, width):
     """Return what `measure` finds of each case on a GPU, all in the same processes."""
     found = []
     for case in cases:
@@ -197,7 +197,9 @@ def results(cases, asked):
     """Yield the cells of each case."""
     size = asked.blocks, asked.width
     if asked.device == CUDA:
-        found = iter(run_cuda_ranks(in_turn, asked.ranks, cases, *size, timeout=CUDA_TIMEOUT)[0])
+        found = iter(
+            run_cuda_ranks(measure_on_gpu, asked.ranks, cases, *size, timeout=CUDA_TIMEOUT)[0]
+        )
     else:
         simulated = partial(run_simulated, measure, asked.ranks, timeout=SIMULATED_TIMEOUT)
         found = (simulated(case, *size)[0] for case in cases)
@@ -230,7 +232,8 @@ def main():
         print(f"| {' | '.join(rows[-1])} |", flush=True)
     if asked.json:
         title = f"{asked.blocks} blocks of width {asked.width} with AdamW, by parameters' bytes"
-        facts = environment(Group(0, asked.ranks, torch.device(asked.device.replace("sim", "cpu"))))
+        place = torch.device(CUDA if asked.device == CUDA else "cpu")
+        facts = environment(Group(0, asked.ranks, place))
         table = {"title": title, "headers": headers, "rows": rows, "environment": facts}
         write_json({"kind": "table", "command": command_line(), **table}, asked.json)
 
