@@ -88,7 +88,8 @@ dist.init_process_group("gloo")
 model = DDP(torch.nn.Linear(6, 4))
 model(torch.ones(1, 6)).sum().backward()
 weight = next(model.parameters())
-print("holds", getattr(weight, "_local_tensor", weight).numel(), flush=True)
+# In one piece, which what the other rank prints cannot cut.
+print(f"holds {getattr(weight, '_local_tensor', weight).numel()}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 

@@ -72,7 +72,7 @@ def slow(rank):
     if rank == 2:
         time.sleep(3)
     dist.all_reduce(tensor)
-    print(f"rank {rank} has", tensor.tolist(), flush=True)
+    print(f"rank {rank} has {tensor.tolist()}\n", end="", flush=True)  # in one piece
 
 
 def sizes(rank):

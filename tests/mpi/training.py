@@ -18,6 +18,9 @@ import fastsync
 from fastsync.config.arguments import grouped
 
 STEPS = 3
+# Kept until the process ends: a callback of PowerSGD may hold the last reference on a thread of
+# Gloo, which then would join itself and abort (torch 2.13).
+_groups = []
 
 
 def net():
@@ -54,7 +57,8 @@ def bits(tensor):
 
 
 def gloo(ranks=None):
-    return dist.new_group(ranks, backend="gloo")
+    _groups.append(dist.new_group(ranks, backend="gloo"))
+    return _groups[-1]
 
 
 def fast_ddp(rank, world, stages, wires, shared_memory):
