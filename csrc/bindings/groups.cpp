@@ -150,7 +150,6 @@ void bind_units(py::module_& m) {
       .def(py::init(&make_links), release, py::arg("group_name"), py::arg("memory"),
            py::arg("mark"))
       .def("trim", &UnitLinks::trim, release)
-      .def("trim_pool", &UnitLinks::trim_pool, release)
       .def("most_bytes", [](const UnitLinks& links) { return links.pool.most(); })
       .def("peers", [](const UnitLinks& links) { return links.peers; });
   using engine::UnitGradients;

@@ -62,12 +62,9 @@ struct UnitLinks {
 
   // Frees memory that no unit uses and no other rank reads.
   void trim() {
-    trim_pool();
+    pool.trim();
     ranks->trim();
   }
-  // Frees memory that no unit uses, except memory shared with other ranks, which costs most to make
-  // anew.
-  void trim_pool() { pool.trim(); }
 
   std::shared_ptr<comm::Collective> ranks;
   comm::Worker adder;  // adds up received gradients, so that their memory is freed

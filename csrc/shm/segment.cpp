@@ -224,7 +224,6 @@ size_t Segment::take(size_t bytes) {
   taken_.emplace(offset, wanted);
   held_ += wanted;
   largest_ = std::max(largest_, wanted);
-  used_ = std::max(used_, offset + wanted);
   if (keeps_) warm_ = std::max(warm_, offset + wanted);
   return offset;
 }
@@ -255,14 +254,12 @@ void Segment::keep_pages() {
     end = begin + length;
   }
   keeps_ = true;
-  warm_ = used_ = end;
+  warm_ = end;
 }
 
 void Segment::trim() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!keeps_ || !is_mine()) return;
-  cool(used_);
-  used_ = end_of_blocks();
+  if (keeps_ && is_mine()) cool(end_of_blocks());
 }
 
 }  // namespace fastsync::comm

@@ -16,9 +16,9 @@
 // [Note: warm pages]
 // A fresh page costs several times what it costs to fill it, and each other rank that reads it maps
 // it anew. Blocks that come and go in every step, and whose sizes differ, would find few pages
-// again that were kept by block. So a segment keeps all pages from its beginning up to where the
-// blocks of a step end, as long as those that no block has are no more than two blocks could use.
-// Each block takes the smallest gap that is large enough, which keeps that end low.
+// again that were kept by block. So a segment keeps all pages from its beginning up to where its
+// blocks have ended, until trim(), as long as those that no block has are no more than two blocks
+// could use. Each block takes the smallest gap that is large enough, which keeps that end low.
 #pragma once
 
 #include <cstddef>
@@ -72,7 +72,7 @@ class Segment {
   void keep_pages();
   // Whether the next block of so many bytes finds pages that are kept.
   bool is_warm(size_t bytes);
-  // Frees the pages that have not been used since the last call.
+  // Frees the pages behind the last block.
   void trim();
 
  private:
@@ -98,7 +98,6 @@ class Segment {
   size_t held_ = 0;       // bytes of blocks that are taken
   size_t largest_ = 0;    // of blocks that there ever were
   size_t warm_ = 0;       // where the pages end that are kept
-  size_t used_ = 0;       // where the blocks since the last trim() end
   bool private_ = false;  // as in a forked child
 };
 

@@ -263,7 +263,7 @@ bool all_are(const Segment& segment, size_t begin, size_t end, std::byte value) 
 }
 
 // Pages that hold what was written have been there all the time.
-void kept_pages_stay_while_they_are_of_use() {
+void kept_pages_stay_until_they_are_trimmed() {
   const auto segment = Segment::make(1 << 20);
   const size_t gap = segment->take(9000);
   const size_t table = segment->take(100);
@@ -274,19 +274,17 @@ void kept_pages_stay_while_they_are_of_use() {
   EXPECT(small == gap && end > table, small, " and ", end);
   std::memset(segment->data() + end, 0xff, 50000);
   segment->give(end);
-  segment->trim();
   const size_t again = segment->take(20000);
   EXPECT(again == end, again);
-  EXPECT(all_are(*segment, end, end + 20000, std::byte{0xff}), "pages that the last step used");
-  segment->give(again);
   segment->trim();
-  EXPECT(segment->take(50000) == end, "the same place");
-  EXPECT(all_are(*segment, end, end + 20000, std::byte{0xff}), "pages that this step used");
-  EXPECT(all_are(*segment, end + 5 * 4096, end + 50000, std::byte{0}), "pages that it did not use");
-  segment->give(end);
-  for (int step = 0; step < 2; ++step) segment->trim();
+  EXPECT(all_are(*segment, end, end + 20000, std::byte{0xff}), "pages of a block");
+  EXPECT(segment->take(20000) == end + 5 * 4096, "behind it");
+  EXPECT(all_are(*segment, end + 5 * 4096, end + 40000, std::byte{0}), "pages that were free");
+  segment->give(again);
+  segment->give(end + 5 * 4096);
+  segment->trim();
   EXPECT(segment->take(20000) == end, "the same place");
-  EXPECT(all_are(*segment, end, end + 20000, std::byte{0}), "pages that nobody used for a step");
+  EXPECT(all_are(*segment, end, end + 20000, std::byte{0}), "pages that no block had");
 }
 
 void strangers_are_refused() {
@@ -313,7 +311,7 @@ int main(int argc, char** argv) {
                                        {"absent", absent_ranks_are_named},
                                        {"dead", dead_ranks_are_named},
                                        {"blocks", blocks_are_zeros_and_apart},
-                                       {"pages", kept_pages_stay_while_they_are_of_use},
+                                       {"pages", kept_pages_stay_until_they_are_trimmed},
                                        {"strangers", strangers_are_refused}},
                                       argc, argv);
 }

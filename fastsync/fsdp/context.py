@@ -209,6 +209,7 @@ class Context(StepWatcher, Generic[S]):
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
         """Let the optimizer step on the local shards."""
+        self.trim()  # of the backward's last messages too, which the others have read by now
         members = [member for unit in self.units() for member in unit.members]
         self._loaded.shard(optimizer, members)
         params = (member.sharded for member in members)
@@ -338,8 +339,7 @@ class Context(StepWatcher, Generic[S]):
             if unit.in_flight:  # a unit whose backward comes twice
                 self._finish_all()
         if self._ends_soon:
-            for links in self.all_links():
-                links.core.trim_pool()
+            self.trim()
         unit.start_reduce()
         self._reducing.append(unit)
 

@@ -11,7 +11,7 @@ with its own part, from the third rank on with a copy of it. A gather there take
 unit is wanted, as until then shares lie where they were written.
 
 Memory goes from unit to unit through a pool (csrc/ops/resizable_storage.cpp). What ranks of one
-machine send lies in memory that stays from step to step.
+machine send lies in memory that stays until the end of a backward.
 """
 
 from __future__ import annotations
@@ -72,12 +72,11 @@ class _Blocks:
 @dataclass
 class _Room:
     """Shared memory for letters (csrc/shm/segment.h): a block takes the smallest gap that is
-    large enough, and pages stay where a step uses them."""
+    large enough, and pages stay behind them until they are trimmed."""
 
     taken: dict[int, int] = field(default_factory=dict)  # bytes by offset
     largest: int = 0
     held: int = 0
-    used: int = 0
 
     @property
     def _end(self) -> int:
@@ -92,7 +91,7 @@ class _Room:
         _, offset = min(gap for gap in gaps if gap[0] >= size)
         self.taken[offset] = size
         self.largest = max(self.largest, size)
-        self.used, self.held = max(self.used, offset + size), max(self.held, offset + size)
+        self.held = max(self.held, offset + size)
         return offset
 
     def give(self, offset: int) -> None:
@@ -102,8 +101,7 @@ class _Room:
             self.held = max(self._end, self.held - excess)
 
     def trim(self) -> None:
-        self.held = min(self.held, self.used)
-        self.used = self._end
+        self.held = self._end
 
 
 @dataclass(frozen=True)
@@ -373,7 +371,7 @@ class Units:
         while self._reducing:
             self._finish()
         if self._ends_soon:
-            self._pool.trim()
+            self._trim()
         sizes = self._sizes[unit]
         packed = {index for size in sizes for index in size.packed}
         own = [index for index in self._arrived if self._unit_of[index] == unit]
