@@ -1,5 +1,6 @@
 #include "reducer/autograd_hooks.h"
 
+#include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -190,8 +191,15 @@ bool GradientHooks::accumulating() const {
   });
 }
 
-bool on_backward(const at::Tensor& output, std::function<void()> fn) {
+uint64_t next_node() { return at::sequence_number::peek(); }
+
+bool on_backward(const at::Tensor& output, uint64_t first_node, std::function<void()> fn) {
   if (!output.defined() || !output.grad_fn()) return false;
+  // An operation in place on a view replaces its node, and leaves the base's where it is.
+  const auto base = output.is_view() ? output._base().grad_fn() : nullptr;
+  if (base && base->sequence_nr() >= first_node) {
+    base->add_pre_hook(std::make_unique<OutputHook>(fn));
+  }
   output.grad_fn()->add_pre_hook(std::make_unique<OutputHook>(std::move(fn)));
   return true;
 }

@@ -48,9 +48,13 @@ class GradientHooks {
   std::vector<std::function<void()>> adopt_;   // likewise; empty where the dtype stays
 };
 
+// The number that autograd gives the next node of a graph that this thread makes.
+uint64_t next_node();
+
 // Calls `fn` when a backward reaches the node that produced `output`, before anything in front of
-// it. Returns whether there is such a node.
-bool on_backward(const at::Tensor& output, std::function<void()> fn);
+// it. For a view that happens again at the node of its base, if that is `first_node` or a later
+// one. Returns whether there is such a node.
+bool on_backward(const at::Tensor& output, uint64_t first_node, std::function<void()> fn);
 
 // Calls `fn` before a backward accumulates into the leaf `tensor`, as long as the returned object
 // lives.

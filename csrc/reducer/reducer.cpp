@@ -88,12 +88,14 @@ ForwardAdvice Reducer::prepare_forward(bool captured) {
   captured_ = captured;
   log_.pause(captured);
   log_.begin_forward();
+  first_node_ = next_node();
   check_agreement();
   return noting_errors([&] { return advise(); });
 }
 
 void Reducer::prepare_local_forward() {
   const Lock lock(mutex_);
+  first_node_ = next_node();
   noting_errors([&] { check_ended(); });
   attach_thawed();
 }
@@ -168,7 +170,9 @@ ForwardAdvice Reducer::announce_backward() {
 void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs, bool sync) {
   const Lock lock(mutex_);
   if (recomputes()) {
-    for (const at::Tensor& output : outputs) on_backward(output, &refuse_inner_backward);
+    for (const at::Tensor& output : outputs) {
+      on_backward(output, first_node_, &refuse_inner_backward);
+    }
     return;
   }
   if (sync) log_.end_forward();
@@ -176,7 +180,7 @@ void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs, bool sync
   const std::weak_ptr<Reducer> weak = weak_from_this();
   bool watched = false;
   for (const at::Tensor& output : outputs) {
-    watched |= on_backward(output, [weak, pass] {
+    watched |= on_backward(output, first_node_, [weak, pass] {
       if (const auto self = weak.lock()) self->on_outputs_reached(*pass);
     });
   }

@@ -340,6 +340,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<bool> planned_;           // parameters in the current plan
 
   Forwards forwards_;
+  uint64_t first_node_ = 0;  // of autograd's graph of the last forward
   bool backward_running_ = false;
   bool captured_ = false;
   bool squares_ = false;         // the script clips gradients by their norm

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.conformance.stages import (
     SHARDED_PARAMETERS,
@@ -209,6 +210,19 @@ def in_place_on_a_view_while_accumulating(wrap, rank):
     return full(model)
 
 
+def in_place_on_the_views_of_two_forwards(wrap, rank):
+    """Each of the two backwards averages, where DDP averages the first one alone."""
+    model = wrap(net(View))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        losses = [loss_of(model(batch(rank, 2 * step + i)).div_(2.0)) for i in range(2)]
+        for loss in [sum(losses)] if type(model) is DistributedDataParallel else losses:
+            loss.backward()
+        optimizer.step()
+    return full(model)
+
+
 def in_place_on_a_whole_output(wrap, rank):
     def loss(_, output):
         return loss_of(output.mul_(0.5).clamp_(-0.5, 0.5))
@@ -231,6 +245,7 @@ def in_place_on_a_view_of_a_layer(wrap, rank):
         in_place_on_a_view,
         in_place_on_a_view_of_the_inputs_graph,
         in_place_on_a_view_while_accumulating,
+        in_place_on_the_views_of_two_forwards,
         in_place_on_a_whole_output,
         in_place_inside,
         in_place_on_a_view_of_a_layer,
