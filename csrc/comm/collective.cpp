@@ -253,7 +253,8 @@ class ProcessGroupCollective final : public Collective {
                                        const at::Tensor& mine) override {
     if (on_gloo(gathered)) {
       return exchange_parts(equal_parts(gathered),
-                            std::vector<at::Tensor>(static_cast<size_t>(size()), mine));
+                            std::vector<at::Tensor>(static_cast<size_t>(size()), mine),
+                            kGatherTag);
     }
     return gather_by_backend(*group_, gathered, mine);
   }
@@ -280,6 +281,9 @@ class ProcessGroupCollective final : public Collective {
 
  private:
   static constexpr int kTag = 0x66617374;  // a program's own messages have small ones
+  // A rank that gathers while another one exchanges waits, and is named. Under one tag Gloo would
+  // end the process where their sizes differ, and else take the ones for the others.
+  static constexpr int kGatherTag = kTag + 1;
 
   bool on_gloo(const at::Tensor& tensor) const { return has_messages(tensor.device()); }
 
@@ -336,7 +340,7 @@ class ProcessGroupCollective final : public Collective {
   // See [Note: announce first] in messages.h. Gloo's all-gather moreover receives into a temporary
   // of its own and copies that.
   std::unique_ptr<InFlight> exchange_parts(std::vector<at::Tensor> parts,
-                                           std::vector<at::Tensor> sent) {
+                                           std::vector<at::Tensor> sent, int tag = kTag) {
     const at::NoGradGuard no_grad;
     const auto self = static_cast<size_t>(rank());
     const at::Tensor& own = sent[self];
@@ -350,7 +354,7 @@ class ProcessGroupCollective final : public Collective {
       from.push_back({r, parts[static_cast<size_t>(r)]});
       to.push_back({r, std::move(sent[static_cast<size_t>(r)])});
     }
-    return exchange(std::move(from), std::move(to), kTag);
+    return exchange(std::move(from), std::move(to), tag);
   }
 
   // Gloo's threads wait for the other ranks on the host, whichever device a tensor is on. A group

@@ -211,8 +211,7 @@ std::string description(const Mismatch& found) {
                   fewer, " has not");
   }
   return concat("either ", fewer, " has left out a backward, or ", more,
-                " has made one more: ", more, " is in a backward while ", fewer,
-                " is in a forward");
+                " has made one more: ", more, " is in a backward, and ", fewer, " is in none");
 }
 
 const char* remedy(const Mismatch& found) {
@@ -225,7 +224,7 @@ const char* remedy(const Mismatch& found) {
 
 }  // namespace
 
-// Finds a neighbour that has issued other kinds of collectives of units than this rank.
+// Finds a neighbour that has issued other kinds of collectives than this rank.
 std::optional<Fault> FaultWatch::find_mismatch(const Wanted& wanted, double waited) const {
   std::optional<Mismatch> found;
   {

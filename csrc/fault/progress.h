@@ -42,7 +42,7 @@ struct Standing {
   // Collectives of this model so far: the same ones in the same order on every rank.
   int64_t issued = 0;
   int64_t coding = 0;  // milliseconds for which a codec of the user has been running; 0: none is
-  int64_t kinds = 0;   // of units: see Kinds
+  int64_t kinds = 0;   // see Kinds
 };
 
 // How many of a rank's first collectives are of which kind. Packed into one word, so that a reader
@@ -99,12 +99,13 @@ class Progress {
   void sent(int64_t buckets) {
     reach(Phase::kBackward);  // again, if it has waited for an earlier one
     set(kBucket, buckets);
-    issue();
+    issue_of_kind(/*evaluates=*/false, /*in_backward=*/true);
   }
   void issue() { set(kIssued, get(kIssued) + 1); }
-  // Counts a collective of a unit, in a forward that evaluates or in a backward.
-  void issue_of_units(bool evaluates, bool in_backward) {
+  // Counts a collective by its kind, too: in a forward that evaluates, in a backward, or neither.
+  void issue_of_kind(bool evaluates, bool in_backward) {
     issue();
+    if (restarted_) return;
     Kinds kinds = Kinds::of(get(kKinds));
     ++kinds.issued;
     kinds.evaluations = static_cast<uint16_t>(kinds.evaluations + (evaluates ? 1 : 0));
@@ -142,6 +143,10 @@ class Progress {
   void restart() {
     set(kIssued, 0);
     before_ = 0;
+    // What others said of kinds before would be compared with what comes now.
+    restarted_ = true;
+    set(kKinds, 0);
+    for (auto& kept : history_) kept.store(0, std::memory_order_relaxed);
   }
 
  private:
@@ -162,7 +167,8 @@ class Progress {
 
   std::array<std::atomic<int64_t>, kFields> values_{};
   std::atomic<pthread_t> coder_{};
-  int64_t before_ = 0;  // issued before this step; used by the writer alone
+  int64_t before_ = 0;      // issued before this step; used by the writer alone
+  bool restarted_ = false;  // likewise: kinds are counted no more
   std::array<std::atomic<int64_t>, kHistory> history_{};  // of Kinds, by `issued`
 };
 

@@ -41,7 +41,7 @@ void UnitLog::end_work() {
 
 int64_t UnitLog::issue(Direction direction) {
   reduced_ = reduced_ || direction == Direction::kReduce;
-  progress()->issue_of_units(evaluates_, in_backward_);
+  progress()->issue_of_kind(evaluates_, in_backward_);
   return progress()->issued();
 }
 

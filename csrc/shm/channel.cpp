@@ -45,7 +45,7 @@ Channel::Header& Channel::header(size_t rank) const {
 }
 
 Channel::Sum Channel::join(const Part& part) {
-  return join_as(part, chunks_of(part.numel, part.dtype), false);
+  return join_as({0, part, chunks_of(part.numel, part.dtype)});
 }
 
 int64_t Channel::chunks_of(int64_t numel, kernels::DType dtype) {
@@ -53,20 +53,26 @@ int64_t Channel::chunks_of(int64_t numel, kernels::DType dtype) {
   return std::max<int64_t>(1, (numel + each - 1) / each);
 }
 
-Channel::Sum Channel::join_exchange(size_t offset, int64_t bytes) {
-  return join_as({offset, bytes, {}, 0, 0}, static_cast<int64_t>(segments_.size()), true);
+Channel::Sum Channel::join_exchange(size_t offset, int64_t bytes, bool gathers) {
+  const auto chunks = static_cast<int64_t>(segments_.size());
+  return join_as({0, {offset, bytes, {}, 0, 0}, chunks, true, gathers});
 }
 
-Channel::Sum Channel::join_as(const Part& part, int64_t chunks, bool exchanges) {
-  const Sum sum{++last_, part, chunks, exchanges};
+int32_t Channel::kind_of(const Sum& sum) {
+  if (sum.exchanges) return sum.gathers ? kGather : kExchange;
+  return static_cast<int32_t>(sum.mine.dtype);
+}
+
+Channel::Sum Channel::join_as(Sum sum) {
+  sum.number = ++last_;
+  const Part& part = sum.mine;
   Sum& former = recent_.at(sum.number % kSlots);
   if (former.number > 0) wait(former);
   former = sum;
   Entry& mine = entry(rank_, sum.number);
   mine.offset.store(part.offset, std::memory_order_relaxed);
   mine.numel.store(part.numel, std::memory_order_relaxed);
-  mine.dtype.store(exchanges ? kExchange : static_cast<int32_t>(part.dtype),
-                   std::memory_order_relaxed);
+  mine.dtype.store(kind_of(sum), std::memory_order_relaxed);
   mine.squares.store(part.squares, std::memory_order_relaxed);
   mine.squared.store(part.squared, std::memory_order_relaxed);
   mine.step.store(step_.load(std::memory_order_relaxed), std::memory_order_relaxed);
@@ -162,9 +168,8 @@ void Channel::tell_squares(const Sum& sum, int64_t chunk, int64_t begin, int64_t
 }
 
 bool Channel::fits(const Entry& other, const Sum& sum) const {
-  const int32_t dtype = sum.exchanges ? kExchange : static_cast<int32_t>(sum.mine.dtype);
   return other.numel.load(std::memory_order_relaxed) == sum.mine.numel &&
-         other.dtype.load(std::memory_order_relaxed) == dtype;
+         other.dtype.load(std::memory_order_relaxed) == kind_of(sum);
 }
 
 // Another rank has joined with something else: it is in another step, or has another model.
@@ -183,7 +188,7 @@ std::string Channel::cause_of_misfit(const Sum& sum, size_t rank) const {
 const std::byte* Channel::part_of(const Sum& exchange, size_t rank) const {
   const Entry& other = entry(rank, exchange.number);
   FS_CHECK(fits(other, exchange), "rank ", rank_, " exchanges ", exchange.mine.numel,
-           " bytes with the others, but rank ", rank, " another number",
+           " bytes with the others, but rank ", rank, " others",
            cause_of_misfit(exchange, rank));
   return segments_[rank]->data() + other.offset.load(std::memory_order_relaxed);
 }

@@ -79,6 +79,7 @@ class Channel {
     Part mine;
     int64_t chunks = 0;
     bool exchanges = false;
+    bool gathers = false;  // the exchange
   };
 
   // Segments by rank, this process's among them. `timeout`: how long a rank may be waited for;
@@ -94,8 +95,8 @@ class Channel {
   // The next sum. One thread at a time.
   Sum join(const Part& part);
   // The next exchange, by one thread at a time, too: of so many bytes on every rank, which stand at
-  // `offset` in this rank's segment.
-  Sum join_exchange(size_t offset, int64_t bytes);
+  // `offset` in this rank's segment. One that gathers does not fit others.
+  Sum join_exchange(size_t offset, int64_t bytes, bool gathers = false);
   // The part that a rank has joined the exchange with. Call it once all have joined, and before
   // this rank's done_reading().
   const std::byte* part_of(const Sum& exchange, size_t rank) const;
@@ -146,8 +147,10 @@ class Channel {
     return header(rank).entries.at(number % kSlots);
   }
   static constexpr int32_t kExchange = -1;  // in place of a dtype
+  static constexpr int32_t kGather = -2;
 
-  Sum join_as(const Part& part, int64_t chunks, bool exchanges);
+  static int32_t kind_of(const Sum& sum);
+  Sum join_as(Sum sum);
   bool fits(const Entry& other, const Sum& sum) const;
   std::string cause_of_misfit(const Sum& sum, size_t rank) const;
   int64_t claim(const Sum& sum);

@@ -322,14 +322,15 @@ std::shared_ptr<Incoming> ShmCollective::all_to_others(
 
 std::unique_ptr<InFlight> ShmCollective::all_gather(const at::Tensor& gathered,
                                                     const at::Tensor& mine) {
-  return show(mine, [gathered](const Parts& parts) {
+  const auto read = [gathered](const Parts& parts) {
     const int64_t each = bytes_of(gathered) / static_cast<int64_t>(parts.size());
     auto* to = static_cast<std::byte*>(gathered.mutable_data_ptr());
     for (const std::byte* part : parts) {
       if (part != to) copy_bytes(to, part, each);
       to += each;
     }
-  });
+  };
+  return show(mine, read, /*gathers=*/true);
 }
 
 std::unique_ptr<InFlight> ShmCollective::reduce_scatter(const at::Tensor& mine,
@@ -349,9 +350,10 @@ std::unique_ptr<InFlight> ShmCollective::exchange(std::vector<Message> /*receive
 }
 
 std::unique_ptr<InFlight> ShmCollective::show(const at::Tensor& sent,
-                                              std::function<void(const Parts&)> read) {
+                                              std::function<void(const Parts&)> read,
+                                              bool gathers) {
   const bool staged = !memory_->place_of(sent);
-  const Posted& posted = post(staged ? stage(sent) : sent, /*pooled=*/staged);
+  const Posted& posted = post(staged ? stage(sent) : sent, /*pooled=*/staged, gathers);
   auto note = [read = std::move(read), has_read = posted.read](const Parts& parts) {
     read(parts);
     *has_read = true;
@@ -359,9 +361,11 @@ std::unique_ptr<InFlight> ShmCollective::show(const at::Tensor& sent,
   return std::make_unique<Reading>(channel_, posted.exchange, !staged, std::move(note));
 }
 
-const ShmCollective::Posted& ShmCollective::post(const at::Tensor& shown, bool pooled) {
+const ShmCollective::Posted& ShmCollective::post(const at::Tensor& shown, bool pooled,
+                                                 bool gathers) {
   take_back();
-  const auto exchange = channel_->join_exchange(*memory_->place_of(shown), bytes_of(shown));
+  const auto exchange =
+      channel_->join_exchange(*memory_->place_of(shown), bytes_of(shown), gathers);
   return posted_.emplace_back(Posted{exchange, shown, pooled, std::make_shared<bool>(false)});
 }
 

@@ -75,8 +75,9 @@ class ShmCollective final : public Collective {
   };
 
   void make_progress();
-  std::unique_ptr<InFlight> show(const at::Tensor& sent, std::function<void(const Parts&)> read);
-  const Posted& post(const at::Tensor& shown, bool pooled);
+  std::unique_ptr<InFlight> show(const at::Tensor& sent, std::function<void(const Parts&)> read,
+                                 bool gathers = false);
+  const Posted& post(const at::Tensor& shown, bool pooled, bool gathers = false);
   void take_back();
   void await_readers() const;
   at::Tensor stage(const at::Tensor& sent);

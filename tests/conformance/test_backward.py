@@ -379,3 +379,14 @@ def test_a_rank_with_another_number_of_backwards_is_named(extra, options):
         steps = {behind: 3 if extra else 2, ahead: 4 if extra else 3}
         assert f"rank {rank} is in step {steps[rank]}, and rank {1 - rank} in step" in text, text
         assert f"Either rank {behind} has left out a backward, or rank {ahead} has made one" in text
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("extra", [False, True], ids=["left out", "extra"])
+def test_another_number_of_backwards_is_named_without_shared_memory(extra, stage):
+    """One rank waits for gradients, and the other one for parameters."""
+    behind, ahead = (0, 1) if extra else (1, 0)
+    wanted = f"either rank {behind} has left out a backward, or rank {ahead} has made one more"
+    for text in run_ranks(one_differs, 2, {"zero": stage, "shared_memory": False}, extra):
+        assert wanted in text, text
+        assert "as many backwards" in text
