@@ -7,6 +7,7 @@ import torch
 
 from tests.fuzz.random_cases import rule
 from tests.fuzz.random_cases.drawing import draw
+from tests.fuzz.random_cases.endings import change_layers, ending_of
 from tests.fuzz.random_cases.stages import BEFORE, STEPS, accumulate, applicable
 from tests.fuzz.random_cases.tree import Tree
 from tests.fuzz.random_cases.wrapped import Twins, Wrapped
@@ -24,6 +25,7 @@ class Case:
     def __init__(self, seed, seat, note):
         self.seat = seat
         self.note = note
+        self.ending = ending_of(seed)
         self.rng = random.Random(seed)  # the same on every rank
         self.mine = random.Random(1000 * seed + seat.rank + 1)  # this rank's own
         torch.default_generator.manual_seed(seed)
@@ -45,7 +47,7 @@ class Case:
         if drawn.compares:
             self.note("comparing")
         twins = twins or Twins(Tree(self.rng, drawn), self.rng, self.mine)
-        return Wrapped(self.seat, drawn, twins, self.rng, self.mine, group)
+        return Wrapped(self.seat, drawn, twins, self.rng, self.mine, self.note, group)
 
     def run(self):
         for _ in range(self.rng.choice((2, 3, 4, 5, 6, 7, 7, 14))):
@@ -53,6 +55,9 @@ class Case:
         for model in self.models:
             model.twins.check_saved()
             self.check_plan(model)
+        if self.ending is not None:
+            self.note(self.ending)
+            change_layers(self.rng.choice(self.models))
 
     def step(self):
         model = self.rng.choice(self.models)

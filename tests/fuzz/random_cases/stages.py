@@ -140,6 +140,15 @@ def kept_as_before(wrapped):
         assert same, f"what is kept back of parameter {index} changed"
 
 
+def reset_by_hand(wrapped):
+    """Change gradients by hand: on all ranks, where gradients are spread over them."""
+    draws = wrapped.rng if wrapped.drawn.zero else wrapped.mine
+    wrapped.note(f"reset: {wrapped.twins.reset(draws)}")
+    gone = {i for i, (_, theirs) in enumerate(wrapped.twins.params) if theirs.grad is None}
+    for each in (wrapped, *wrapped.siblings):
+        each.used, each.touched = each.used - gone, each.touched - gone
+
+
 def load_weights(wrapped):
     for module in (wrapped.tree, wrapped.twins.twin):
         state = {name: 0.75 * value for name, value in module.state_dict().items()}
@@ -274,6 +283,7 @@ BEFORE = {
     "restart": Stage(restart, lambda w: not w.siblings),
     "wrapped again": Stage(rewrap, lambda w: not (w.siblings or w.pending)),
     "load weights": Stage(load_weights),
+    "reset by hand": Stage(reset_by_hand, lambda w: w.drawn.theme != "skip"),
     "wire": Stage(change_wire, may_change_wire, weight=2),
     "thaw": Stage(thaw, free_use, weight=2),
     "order": Stage(turn, free_use, weight=2),
@@ -437,6 +447,14 @@ def accumulate_in_between(wrapped):
     rule.check(wrapped)
 
 
+def reset_in_between(wrapped):
+    """Between forward and backward gradients are changed by hand."""
+    forward = wrapped.forward()
+    reset_by_hand(wrapped)
+    wrapped.backward(forward.losses())
+    rule.check(wrapped)
+
+
 def penalised(wrapped):
     """A gradient penalty on the module itself, in the loss of the wrapper's outputs."""
     forward = wrapped.forward()
@@ -524,6 +542,7 @@ STEPS = {
     "saved on some ranks": Stage(
         saved_on_some_ranks, lambda w: w.drawn.zero and free_use(w), weight=3
     ),
+    "reset in between": Stage(reset_in_between, weight=2),
     "gradient penalty": Stage(
         penalised, lambda w: outputs_are_seen(w) and not w.drawn.mixed and not w.drawn.alike
     ),

@@ -121,18 +121,36 @@ class Tree(nn.Module):
             branch.register_parameter(f"w{index}", weight)
         return weight
 
+    def grow(self):
+        """Register one more parameter, and return it."""
+        self.kinds.append("vector")
+        self.weights.append(nn.Parameter(torch.ones(3)))
+        self.branches[0].register_parameter(f"w{len(self.kinds)}", self.weights[-1])
+        return self.weights[-1]
+
+    def replace(self, old):
+        """Register another parameter of the same values in each place of `old`, and return it."""
+        new = nn.Parameter(old.detach().clone())
+        self.weights = [new if weight is old else weight for weight in self.weights]
+        for module in self.modules():
+            for name, param in list(module.named_parameters(recurse=False)):
+                if param is old:
+                    setattr(module, name, new)
+        return new
+
     def __deepcopy__(self, memo):
         twin = copy.copy(self)
         twin.__dict__ = copy.deepcopy(self.__dict__, memo)  # parameters and list share one memo
         return twin
 
-    def forward(self, x, used, fault=None):
+    def forward(self, x, used, fault=None, view=False):
         """The loss.
 
         Args:
             used: positions of the weights, in the order of their use.
             fault: where to raise: in the "forward", or in the backward, "early", before any
                 gradient, or "late", when all gradients have come.
+            view: return a view of something larger.
         """
         if fault == "late":
             x = Raise.apply(x)
@@ -145,6 +163,7 @@ class Tree(nn.Module):
             raise Fault
         if fault == "early":
             loss = Raise.apply(loss)
+        loss = torch.stack((loss.detach(), loss))[-1] if view else loss
         return {"tensor": loss, "nested": ([loss],), "opaque": Output(loss)}[self.shape]
 
     def _in_compute_dtype(self, used):

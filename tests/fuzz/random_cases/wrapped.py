@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -83,6 +84,18 @@ class Exact:
             param.data.copy_(stepped.data if rounding is None else rounding(stepped))
 
 
+def _reset(way, param, dense):
+    """Change a gradient; ranks would have to agree on one that is `dense` after it was sparse."""
+    if way == "none":
+        param.grad = None
+    elif way == "set" and dense:
+        param.grad = torch.ones_like(param)
+    elif param.grad is not None and way == "zero":
+        param.grad.detach_().zero_()
+    elif param.grad is not None and way == "scale":
+        param.grad = param.grad * 0.5
+
+
 class Twins:
     """A tree, its copy, and the gradients that a user saved of it."""
 
@@ -146,6 +159,30 @@ class Twins:
             if how != "none":  # autograd itself writes into the same memory
                 self.forget(ours)
 
+    def reset(self, rng):
+        """Change the gradients of some parameters by hand, in one of the ways of scripts."""
+        way = rng.choice(("none", "zero", "set", "scale", "module", "zeros of a module"))
+        part = rng.choice(["", *(f"branches.{i}" for i in range(len(self.tree.branches)))])
+        parts = [tree.get_submodule(part) for tree in (self.tree, self.twin)]
+        if way in ("module", "zeros of a module"):
+            inside = set(map(id, parts[0].parameters()))
+            for module in parts:
+                module.zero_grad(set_to_none=way == "module")
+        else:
+            inside = {id(ours) for ours, _ in self.params if rng.random() < 0.5}
+        kinds = dict(zip(map(id, self.tree.weights), self.tree.kinds, strict=True))
+        for index, (ours, theirs) in enumerate(self.params):
+            if id(ours) not in inside:
+                continue
+            for param in (ours, theirs):
+                _reset(way, param, kinds[id(ours)] != "sparse")
+            self.forget(ours)
+            if theirs.grad is None:
+                self.sums.pop(index, None)
+            else:
+                self.sums[index] = magnitudes(theirs.grad)
+        return way
+
     def forget(self, param):
         self.saved = [entry for entry in self.saved if entry[0] is not param]
 
@@ -191,6 +228,7 @@ class Wrapped:
 
     Attributes:
         rng: the same on every rank; mine: this rank's own.
+        note: called with the name of each kind that is drawn.
         used: positions of parameters that got gradients through the wrapper since the last step.
         touched: positions of those that got some without it, or after the end of a step.
         pending: a forward's backward never came.
@@ -206,6 +244,7 @@ class Wrapped:
     twins: Twins
     rng: random.Random
     mine: random.Random
+    note: Callable
     group: object = None
     used: set = field(default_factory=set)
     touched: set = field(default_factory=set)
@@ -312,10 +351,16 @@ class Wrapped:
         used = self.choose() if used is None else used
         x = self.input().requires_grad_()
         inputs = (x, x.detach().clone().requires_grad_())
-        ours = (self.tree if bare else self.model)(inputs[0], used)
+        view = self.mine.random() < 0.2
+        ours = (self.tree if bare else self.model)(inputs[0], used, view=view)
         mixed = self.drawn.mixed
         self.twins.twin.low = None if bare or mixed is None else mixed.param_dtype
-        return Forward(inputs, ours, self.twins.twin(inputs[1], used))
+        made = Forward(inputs, ours, self.twins.twin(inputs[1], used, view=view))
+        if self.mine.random() < 0.2:
+            self.note("in place on a view" if view else "in place")
+            for loss in made.losses():
+                loss.div_(torch.full((), 2.0)).add_(1.0)
+        return made
 
     def fail(self, where, used=None):
         """A forward or backward that raises; the copy sits it out."""

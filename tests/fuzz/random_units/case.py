@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 
 from fastsync import fully_shard
 from fastsync.fsdp.module_hooks import state_of
+from tests.fuzz.random_cases.endings import ending_of, refused
 from tests.fuzz.random_cases.tree import WIDTH, Fault
 from tests.fuzz.random_units.tree import Leaf, Uses, build, modules_of
 from tests.fuzz.random_units.wires import draw_wires
@@ -21,6 +22,7 @@ from tests.fuzz.random_units.wires import draw_wires
 __all__ = ["UnitCase"]
 
 LOW = torch.bfloat16
+ADDED = "parameter '.*' was added to the model, or took the place of another.*change layers before"
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, 2**-5, momentum=0.5, weight_decay=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, 2**-8),
@@ -56,7 +58,7 @@ class UnitCase:
     """
 
     def __init__(self, seed, seat, note):
-        self.seat, self.note = seat, note
+        self.seat, self.note, self.ending = seat, note, ending_of(seed)
         self.rng, self.mine = random.Random(seed), random.Random(1000 * seed + seat.rank + 1)
         torch.default_generator.manual_seed(seed)
         self.inputs = torch.Generator().manual_seed(self.mine.randrange(1 << 40))
@@ -162,6 +164,25 @@ class UnitCase:
                 BETWEEN[name](self)
             self.step()
         self.compare_weights()
+        if self.ending is not None:
+            self.note(self.ending)
+            self.change_layers()
+
+    def change_layers(self):
+        """Add a weight to a module, or a module in the place of another, after they were cut."""
+        part = self.rng.choice(modules_of(self.model))
+        if isinstance(part, Leaf) or self.rng.random() < 0.5:
+            part.register_parameter("extra", nn.Parameter(torch.ones(3)))
+        else:
+            leaf = Leaf([nn.Parameter(torch.ones(3))])
+            leaf.number = part.parts[0].number
+            part.parts[0] = leaf
+        uses = Uses(self.rng, self.rng, [part.number for part in modules_of(self.model)])
+        x = torch.ones(WIDTH, dtype=torch.float64)
+        refused(lambda: self.loss(self.model, x, uses), ADDED, self.shares())
+
+    def shares(self):
+        return [param.to_local() for param in self.params.values()]
 
     def step(self):
         name = self.rng.choice(tuple(STEPS))
@@ -224,14 +245,29 @@ class UnitCase:
         return output.double().sum()
 
     def reset_between(self):
-        """A script resets gradients, at an optimizer's parameters or at the model's."""
+        """A script resets gradients, at an optimizer's parameters, the model's, or a module's."""
         losses = self.losses()
+        if self.rng.random() < 0.3:
+            self.reset_module()
+            for loss in losses:
+                loss.backward()
+            return
         shown = dict(self.model.named_parameters()) if self.rng.random() < 0.5 else self.params
         for name, param in shown.items():
             if self.rng.random() < 0.7:
                 param.grad = self.copies[name].grad = self.before[name] = None
         for loss in losses:
             loss.backward()
+
+    def reset_module(self):
+        part, to_none = self.rng.choice(modules_of(self.model)), self.rng.random() < 0.5
+        twin = next(t for t in modules_of(self.twin) if t.number == part.number)
+        part.zero_grad(set_to_none=to_none)
+        inside = set(map(id, twin.parameters()))
+        for name, theirs in self.copies.items():
+            if id(theirs) in inside and self.before[name] is not None:
+                self.before[name] = None if to_none else torch.zeros_like(self.before[name])
+        twin.zero_grad(set_to_none=to_none)
 
     def backward(self):
         for loss in self.losses():
