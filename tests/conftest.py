@@ -1,9 +1,12 @@
 """Slow cases, and ranks that the tests of a file share.
 
-`@pytest.mark.slow` leaves a test to `make test-all`; `slow("a", "b")` those of its cases alone, and
-`slow(but=("a", "b"))` all cases but those. `--part 2/3` runs the second third of the files.
+`@pytest.mark.slow` leaves a test to `make test-all`; `slow("a", "b")` those of its cases alone,
+`slow(but=("a", "b"))` all cases but those, and `slow(turns="stage")` all but one stage for each
+combination of the other parameters, which take stages in turns. `--part 2/3` runs the second third
+of the files.
 """
 
+import operator
 import signal
 import zlib
 
@@ -31,7 +34,8 @@ def pytest_collection_modifyitems(config, items):
         case = item.callspec.id if hasattr(item, "callspec") else ""
         for mark in [mark for mark in item.own_markers if mark.name == "slow"]:
             but = mark.kwargs.get("but", ())
-            if case in but or (mark.args and case not in mark.args):
+            turns = "turns" in mark.kwargs and _has_its_turn(item, mark.kwargs["turns"])
+            if turns or case in but or (mark.args and case not in mark.args):
                 item.own_markers.remove(mark)
             for name in (*mark.args, *but):
                 place = f"{item.nodeid.partition('[')[0]}[{name}]"
@@ -44,6 +48,26 @@ def pytest_collection_modifyitems(config, items):
     if not 1 <= part <= parts:
         raise pytest.UsageError("--part is K/N, with K from 1 to N, such as 2/3")
     items[:] = [i for i in items if zlib.crc32(i.path.name.encode()) % parts == part - 1]
+
+
+def _has_its_turn(item, name):
+    """Return whether a case is the one that make test runs of those that differ in `name` alone."""
+    turn, place, count = 0, 0, 0
+    for names, values in (mark.args for mark in item.iter_markers("parametrize")):
+        if names == name:
+            place, count = _place_of(item, [names], values), len(values)
+        else:
+            turn += _place_of(item, [names] if isinstance(names, str) else names, values)
+    if not count:
+        raise pytest.UsageError(f"{item.nodeid}: slow(turns={name!r}), but there is no {name!r}")
+    return place == turn % count
+
+
+def _place_of(item, names, values):
+    """Return the position of a case's parameters among the values of a parametrize()."""
+    given = [item.callspec.params[name] for name in names]
+    rows = [[value] if len(names) == 1 else list(value) for value in values]
+    return next(i for i, row in enumerate(rows) if all(map(operator.is_, row, given)))
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -145,6 +145,7 @@ class Call:
         return self.script(wrap, rank, *self.args)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", ANNOUNCING)
 @pytest.mark.parametrize("name", ANNOUNCED)
 def test_a_backward_is_announced(name, stage):
@@ -245,6 +246,7 @@ def manual(wrap, rank, step_name, options):
     return full(model)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", ANNOUNCING)
 @pytest.mark.parametrize("options", [{}, {"shared_memory": False}], ids=["memory", "network"])
 def test_a_training_step_within_forward_freezes_in_turn(options, stage):
@@ -320,6 +322,7 @@ def checkpointed(wrap, rank, name, make, options, accumulates=False):
     return last
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", REDUCING)
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -327,6 +330,7 @@ def test_the_wrapper_is_checkpointed(name, static, stage):
     check(Call(checkpointed, name, Normed, {"static_graph": static}), stage)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", REDUCING)
 @pytest.mark.parametrize("name", ["whole_wrapper", "wrapper_and_loss"])
 def test_the_wrapper_is_checkpointed_and_accumulates(name, stage):

@@ -70,6 +70,7 @@ def goes_back(copied, wrap, rank):
     return full(model)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("copied", COPIES)
 def test_goes_back_to_a_copied_state(copied, stage):
@@ -90,6 +91,7 @@ def copies_gradients(copied, wrap, rank):
     return full(model)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("copied", COPIES)
 def test_copies_gradients(copied, stage):
@@ -122,6 +124,7 @@ def goes_back_by_dcp(way, wrap, rank):
     return full(model)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", ["save", "async"])
 def test_goes_back_by_dcp(way, stage):
@@ -185,6 +188,7 @@ def goes_on_from_an_unsharded_state(optimizer, assign, wrap, rank):
     return full(model)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_goes_on_from_an_unsharded_state(optimizer, stage):

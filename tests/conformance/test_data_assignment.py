@@ -110,6 +110,7 @@ def writes_between_forward_and_backward(wrap, rank):
     return full(model)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "script",
@@ -119,6 +120,7 @@ def test_writes_into_parameters(stage, script):
     check(script, stage)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize(
     "script", [writes_after_a_forward_without_backward, writes_between_forward_and_backward]
@@ -162,6 +164,7 @@ def assigns_before_the_first_step(wrap, rank):
     return {**full(model), "output": model(batch(rank, 0)).detach().clone()}
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero1-small", "zero2"])
 @pytest.mark.parametrize(
     "script", [assigns_to_data, assigns_an_average, assigns_before_the_first_step]
@@ -170,6 +173,7 @@ def test_assigns_to_data(stage, script):
     check(script, stage)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 @pytest.mark.parametrize(
     "script", [assigns_to_data, assigns_an_average, assigns_before_the_first_step]
@@ -221,6 +225,7 @@ def removes_a_parameter(wrap, rank):
     return train(lambda module: wrap(module, find_unused_parameters=True), rank, write)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 @pytest.mark.parametrize("script", [replaces_a_parameter, removes_a_parameter])
 def test_another_parameter_is_an_error(stage, script):

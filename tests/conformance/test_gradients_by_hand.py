@@ -122,18 +122,21 @@ def after_backward(wrap, rank, reset):
     return full(model)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("reset", RESETS)
 def test_between_forward_and_backward(stage, reset):
     check(Script(between_forward_and_backward, reset), stage)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("reset", [resets_by_hand, zeroes_the_module, scales_by_hand])
 def test_between_two_forwards(stage, reset):
     check(Script(between_two_forwards, reset), stage)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("reset", [resets_by_hand, resets_a_layer, scales_by_hand])
 def test_after_backward(stage, reset):

@@ -153,6 +153,7 @@ def changes(wrap, rank, change, early):
     return full(model)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", REDUCING)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_layer_is_added(change, stage):
@@ -212,6 +213,7 @@ def average(param):
     param.grad /= dist.get_world_size()
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", REDUCING)
 @pytest.mark.parametrize("change", [frozen, unused, beside_the_module, averaged_by_hand])
 def test_what_needs_no_synchronisation(change, stage):
@@ -235,6 +237,7 @@ def wrapped_by_itself(wrap, rank, nested):
     return {name.replace("extra.module", "extra"): value for name, value in full(model).items()}
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", REDUCING)
 @pytest.mark.parametrize("nested", ["by fastsync", "by torch"])
 def test_an_added_layer_has_a_wrapper_of_its_own(nested, stage):

@@ -134,6 +134,7 @@ def first_order_gradients_outside(wrap, rank):
     return train(wrap, rank, Net, loss)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "script",
@@ -148,6 +149,7 @@ def test_graphs_within_forward(stage, script):
     check(script, stage)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 @pytest.mark.parametrize(
     "script", [gradient_penalty, gradient_penalty_by_two_forwards, first_order_gradients_outside]
@@ -246,6 +248,7 @@ def joins_by_method(wrap, rank):
     return {}
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("script", [joins, joins_by_method])
 def test_join_is_refused(stage, script):
@@ -294,6 +297,7 @@ def replaces_a_layer_past_setattr(wrap, rank):
     return full(model)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 @pytest.mark.parametrize(
     "script",

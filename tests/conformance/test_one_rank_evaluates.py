@@ -48,6 +48,7 @@ def one_evaluates(who, rank, world, stage):
     return "", False
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 @pytest.mark.parametrize(("who", "world"), [(0, 2), (1, 2), (0, 3)])
 def test_one_rank_that_evaluates_is_an_error_on_every_rank(who, world, stage):
@@ -114,6 +115,7 @@ def one_saves_its_share(wrap, rank):
     return full(model)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "script", [every_rank_evaluates, one_evaluates_a_whole_copy, one_saves_its_share]

@@ -334,6 +334,7 @@ SCRIPTS = [
 ]
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_hooks_see_and_change_what_they_do_under_ddp(script, stage):

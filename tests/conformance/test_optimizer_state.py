@@ -226,6 +226,7 @@ def is_mixed(change):
     return change in (mask_moments, copy_into)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changes_take_effect(change, stage):
@@ -235,12 +236,14 @@ def test_changes_take_effect(change, stage):
         check(_Change(change), stage)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", REPLICATED)
 @pytest.mark.parametrize("change", REPLICATED_ONLY, ids=lambda change: change.__name__)
 def test_changes_with_whole_tensors_take_effect(change, stage):
     check(_Change(change), stage)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", SPREAD)
 @pytest.mark.parametrize("make", ["SGD", "RMSprop", "Adagrad", "NAdam", "ASGD", "Rprop"])
 def test_other_optimizers_are_reset(stage, make):
@@ -387,6 +390,7 @@ class _ByElement:
 SCHEDULE_FREE = [schedule_free, schedule_free_filled_at_once, schedule_free_made_before]
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("script", SCHEDULE_FREE, ids=lambda script: script.__name__)
 def test_an_optimizer_that_switches_between_weights(script, stage):
@@ -419,6 +423,7 @@ MADE_BEFORE = {
 }
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "fully_shard"])
 @pytest.mark.parametrize("name", MADE_BEFORE)
 def test_an_optimizer_that_has_a_state_before_wrapping(name, stage):

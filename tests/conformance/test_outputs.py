@@ -238,6 +238,7 @@ def in_place_on_a_view_of_a_layer(wrap, rank):
     return train(wrap, rank, ViewOfLayer, lambda _, output: loss_of(output))
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "script",
@@ -293,6 +294,7 @@ class Script:
         return self.script(wrap, rank, *self.args)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", MAKERS)
 def test_returns_a_class(stage, name):
@@ -351,6 +353,7 @@ HIDDEN = [
 ]
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 @pytest.mark.parametrize("script", HIDDEN)
 def test_hidden_from_hooks(stage, script):
@@ -409,6 +412,7 @@ BOXES = {
 }
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 @pytest.mark.parametrize("name", ["view", "attribute", "closure", "class"])
 def test_in_a_box(stage, name):

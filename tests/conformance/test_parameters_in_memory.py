@@ -74,6 +74,7 @@ def holds_codes_made_before(wrap, rank):
     return full(model)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "script", [holds_codes, holds_codes_in_a_group_of_their_own], ids=lambda s: s.__name__
@@ -251,6 +252,7 @@ class _Keeps:
         return keeps_views(wrap, rank, self.make, **self.options)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", REPLICATED)
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_views_of_parameters_stay_views(make, stage):

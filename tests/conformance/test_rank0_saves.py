@@ -76,18 +76,21 @@ def saves(wrap, rank, meanwhile, make="adamw", savers=(0,)):
     return {**full(model), **saved}
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", SAVED)
 @pytest.mark.parametrize("meanwhile", ["barrier", "next step", "loading", "accumulating"])
 def test_rank_0_saves_while_others(meanwhile, stage):
     check(partial(saves, meanwhile=meanwhile), stage)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", SAVED)
 @pytest.mark.parametrize("make", [name for name in OPTIMIZERS if name != "adamw"])
 def test_rank_0_saves_the_state_of(make, stage):
     check(partial(saves, meanwhile="next step", make=make), stage)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", SAVED)
 @pytest.mark.parametrize("savers", [(0, 1), (1, 2), (0, 1, 2)], ids=str)
 def test_several_ranks_save_at_once(savers, stage):
@@ -113,6 +116,7 @@ def all_save_before_a_change(wrap, rank, change):
     return {**full(model), **saved}
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", SAVED)
 @pytest.mark.parametrize("change", ["step", "load"])
 def test_all_ranks_save_before(change, stage):
@@ -292,6 +296,12 @@ def resumes_by_name(rank, world, stage, options):
 CODED = {"parameter_wire": "int8"}
 
 
+@pytest.mark.slow(
+    but=(
+        "0-{}",
+        "1-{'parameter_wire': 'int8'}",
+    )
+)
 @pytest.mark.parametrize(
     ("stage", "options"), [(0, {}), (1, {}), (2, {}), (1, CODED), (2, CODED)], ids=str
 )
@@ -345,6 +355,12 @@ FORMS = {
 }
 
 
+@pytest.mark.slow(
+    but=(
+        "adamw-coded",
+        "adafactor-narrow",
+    )
+)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("make", ["adamw", "adafactor"])
 def test_the_bytes_are_those_of_an_all_gather(make, form):
@@ -423,6 +439,7 @@ def is_late_for_a_change(rank, world, late, folder):
     return printed.read_text()
 
 
+@pytest.mark.slow(but=("1-2",))
 @pytest.mark.parametrize(("late", "world"), [(0, 2), (1, 2), (1, 3)])
 def test_the_rank_that_a_change_waits_for_is_named(late, world, tmp_path):
     for rank, text in enumerate(run_ranks(is_late_for_a_change, world, late, str(tmp_path))):
@@ -507,7 +524,7 @@ ENDS = {
 }
 
 
-@pytest.mark.slow("destroys-the-group", "recorded")
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_rank_0_saves_while_the_others_come_to_the_end_of_the_script(end, tmp_path):
     script = tmp_path / "train.py"

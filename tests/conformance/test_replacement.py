@@ -71,6 +71,7 @@ def kind(rank, world, way, stage):
     return apart, isinstance(model, fastsync.FastDDP), model._policy.zero.stage, held
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_script_gets_the_stage(way, stage):
@@ -94,6 +95,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_the_command_gives_stage_3(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -77,6 +77,7 @@ def after_wrapping(wrap, rank, kind):
     return train(wrap, rank, after=kind)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("script", [before_wrapping, after_wrapping])
@@ -155,6 +156,7 @@ def inside_of_forward(wrap, rank):
     return {**full(model), **{f"seen {i}": each for i, each in enumerate(seen)}}
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "script",
@@ -179,6 +181,7 @@ def scale_what_is_accumulated(model, _):
         param.register_post_accumulate_grad_hook(halve_gradient)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("script", [before_wrapping, after_wrapping])
 def test_post_accumulate_hooks(stage, script):

@@ -38,18 +38,21 @@ def check_laid_out(layout, script, *args, error=None):
     check(Script(laid_out, layout, script, *args), "zero3", error=error)
 
 
+@pytest.mark.slow(turns="layout")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reset", by_hand.RESETS)
 def test_gradients_by_hand(layout, reset):
     check_laid_out(layout, by_hand.between_forward_and_backward, reset)
 
 
+@pytest.mark.slow(turns="layout")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("reset", [by_hand.scales_by_hand, by_hand.sets_at_the_module])
 def test_gradients_between_two_forwards(layout, reset):
     check_laid_out(layout, by_hand.between_two_forwards, reset)
 
 
+@pytest.mark.slow(turns="layout")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", [hooks.note, hooks.several])
 @pytest.mark.parametrize("script", [hooks.before_wrapping, hooks.after_wrapping])
@@ -57,6 +60,7 @@ def test_hooks(layout, script, kind):
     check_laid_out(layout, script, kind)
 
 
+@pytest.mark.slow(turns="layout")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "script",
@@ -75,6 +79,7 @@ def test_outputs(layout, script):
     check_laid_out(layout, script)
 
 
+@pytest.mark.slow(turns="layout")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "script",
@@ -94,12 +99,14 @@ def laid_out_or_averaged(wrap, rank, layout, script):
     return laid_out(wrap, rank, layout, script)
 
 
+@pytest.mark.slow(turns="layout")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("script", [methods.derivative_within_forward, methods.uses_a_head_twice])
 def test_graphs_within_forward(layout, script):
     check_laid_out(layout, script)
 
 
+@pytest.mark.slow(turns="layout")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("script", [data.assigns_to_data, data.assigns_an_average])
 def test_assigning_to_data(layout, script):
