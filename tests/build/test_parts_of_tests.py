@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -15,6 +17,7 @@ def collected(*options):
     return found.returncode, counts, found.stdout + found.stderr
 
 
+@pytest.mark.slow
 def test_parts_hold_each_file_once():
     _, whole, _ = collected()
     parts = [collected("--part", f"{k}/3")[1] for k in (1, 2, 3)]

@@ -223,6 +223,7 @@ def test_ranks_share_a_gpu_by_a_daemon_that_ends_with_the_stage(tmp_path, monkey
     assert ended(daemon) and ended(server) and not Path(folder).exists()
 
 
+@pytest.mark.slow
 def test_a_daemon_ends_when_the_command_is_interrupted(tmp_path):
     told = install_daemon(tmp_path, "right")
     code = (
@@ -285,6 +286,7 @@ def test_commands_are_accepted(stage):
             module_of(name).main.parser().parse_args(arguments)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_runs_as_typed(tmp_path):
     done = subprocess.run(
         ["bash", "bench/gpu_all.sh", "--rehearse", "--only", "codecs,trace", "--out", tmp_path],

@@ -402,6 +402,7 @@ def missed(found):
 EACH = [engine for engine in ENGINES if engine != "zero2"]
 
 
+@pytest.mark.slow(but=("zero0",))
 @pytest.mark.parametrize("engine", EACH)
 def test_a_wait_that_is_left_out_is_found(engine):
     """Every wait in which one stream learns something, on each rank, one at a time."""

@@ -80,6 +80,7 @@ def check_error(job, ending):
     assert ending.code == 1, str(ending)
 
 
+@pytest.mark.slow(but=("fp32",))
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_the_other_rank_names_the_one_with_the_fault(tmp_path, wrapper):
     """Whether its script runs ahead of the device or waits for it on the host."""

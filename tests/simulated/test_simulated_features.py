@@ -324,12 +324,28 @@ def compare(outcomes, limit):
             )
 
 
+@pytest.mark.slow(
+    but=(
+        "zero0",
+        "zero2",
+        "fully_shard",
+        "scaler",
+        "side stream, zero=3",
+    )
+)
 @pytest.mark.parametrize("feature", AGAINST_TORCH)
 def test_result_is_torchs(feature):
     limit = 1e-2 if "mixed" in feature else 1e-5
     compare(run_simulated(both, 2, feature), limit)
 
 
+@pytest.mark.slow(
+    but=(
+        "int8",
+        "parameter wire",
+        "masters, zero=2",
+    )
+)
 @pytest.mark.parametrize("feature", AGAINST_CPU)
 def test_result_is_the_cpus(feature):
     """But for codes: where a number lies between two of them, its last bit decides."""

@@ -150,6 +150,15 @@ def of(rank, world, case):
     return waits_of_steps(rank, world, *NEVER[case])
 
 
+@pytest.mark.slow(
+    but=(
+        "zero0",
+        "zero2",
+        "fully_shard",
+        "int8",
+        "clipping, zero=2",
+    )
+)
 @pytest.mark.parametrize("case", NEVER)
 def test_no_step_waits(case):
     for found in run_simulated(of, 2, case):
@@ -161,6 +170,7 @@ def scaled(rank, world, zero):
     return [waits_of_steps(rank, world, wrap, Scaled) for wrap in (ddp, fast(zero=zero))]
 
 
+@pytest.mark.slow(but=("0",))
 @pytest.mark.parametrize("zero", [0, 2])
 def test_only_the_scaler_asks_for_a_value(zero):
     for theirs, ours in run_simulated(scaled, 2, zero):
@@ -171,6 +181,7 @@ def guarded(rank, world, zero):
     return waits_of_steps(rank, world, fast(nonfinite="skip", zero=zero), plain)
 
 
+@pytest.mark.slow(but=("2-1",))
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("world", [1, 2])
 def test_nonfinite_asks_once_in_the_step(world, zero):
@@ -185,6 +196,7 @@ def unused(rank, world, zero):
     return waits_of_steps(rank, world, wrap, plain, model=Partly)
 
 
+@pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("zero", [0, 2])
 def test_unused_parameters_are_asked_for_once(zero):
     missed, others = run_simulated(unused, 2, zero)
@@ -203,6 +215,7 @@ def unused_or_guarded(rank, world, zero):
     return races
 
 
+@pytest.mark.slow(but=("0",))
 @pytest.mark.parametrize("zero", [0, 2])
 def test_flags_that_stay_on_the_device_do_not_race(zero):
     for races in run_simulated(unused_or_guarded, 2, zero):
@@ -233,6 +246,7 @@ def of_stage(rank, world, stage, groups):
     )
 
 
+@pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_launches_do_not_grow_with_ranks(stage):
     """A step has at most 6 own kernels and collectives per group."""

@@ -281,6 +281,7 @@ def test_what_makes_no_sense_is_an_error(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_not_there_is_an_error():
     arguments = ("--drill", "kill", "--rank", "7")
     assert "--rank 7 is none of the 3 ranks" in run_module("fastsync.doctor", *arguments, code=1)

@@ -103,6 +103,7 @@ def test_microseconds_are_noise():
     assert rates.find_slow(times, [0] * 4) == Slow()
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_are_compared_at_once():
     world = 4096
     pairs = [pair for its in rates.pair_rounds(world) for pair in its]

@@ -57,6 +57,7 @@ def plan(*arguments):
     return main([str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 def test_a_number_of_parameters_is_enough(capsys):
     assert plan("--params", "70e9", "--gpus", 8) == 0
     text = capsys.readouterr().out
@@ -107,6 +108,7 @@ def build_model():
 """
 
 
+@pytest.mark.slow
 def test_small_numbers_are_shown(tmp_path, capsys):
     """On a CPU, whose rate is no TFLOP/s; steps that are alike are said to be."""
     script = tmp_path / "builds.py"
@@ -119,6 +121,7 @@ def test_small_numbers_are_shown(tmp_path, capsys):
     assert not re.search(r"\b0 [TG]?(FLOP|B)\b|0\.0% (faster|slower)|\b0\.0+ [MB] ", text), text
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_a_remedy_is_named(train, capsys):
     model = ("--model", f"{train}:build_model", "--batch", "8x64", "--gpus", 2)
     assert plan(*model, "--memory", "1.51GB") == 0
@@ -127,6 +130,7 @@ def test_where_nothing_fits_a_remedy_is_named(train, capsys):
     assert "first" in text
 
 
+@pytest.mark.slow
 def test_measured_computing_replaces_what_is_traced(train, tmp_path, capsys):
     model = ("--model", f"{train}:build_model", "--batch", "8x64", "--gpus", 2)
     options = ("--computing", "61ms", "--json", tmp_path / "plan.json")
@@ -201,6 +205,7 @@ def test_what_is_wrong_with_the_loss_names_it_alone(loss, told, train, capsys):
     assert capsys.readouterr().err.startswith(f"error: --loss {train}:{loss}{told}")
 
 
+@pytest.mark.slow
 def test_a_batch_that_the_model_does_not_take_is_named_in_one_line(train):
     """In a process of its own, since torch's log goes past the standard error of this one."""
     given = ("--model", f"{train}:seven_wide", "--batch", "2x8")

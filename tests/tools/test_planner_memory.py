@@ -36,6 +36,7 @@ def planned(record, strategy, cap=CAP_MB, carrier=Carrier.MEMORY):
     return peak_of(phases)
 
 
+@pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("shards", [2, 3, 16])
 def test_units_are_those_that_the_shards_are_cut_into(shards):
     record = traced("transformer")
@@ -116,6 +117,7 @@ def test_gradients_that_never_come_or_come_twice(build, order):
     assert planned(record, named("0", 2, 2)).total > 0
 
 
+@pytest.mark.slow
 def test_checkpointing_recomputes_blocks():
     plain, recomputed = traced("transformer"), traced("transformer", checkpointing=True)
     assert recomputed.flops > 1.1 * plain.flops

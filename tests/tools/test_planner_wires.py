@@ -37,6 +37,7 @@ def bytes_of_a_step(rank, world, name, stage, wire):
     return counts[-1] - counts[-2]
 
 
+@pytest.mark.slow(but=("1-bf16-2",))
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("wire", ["int8", "bf16"])
 @pytest.mark.parametrize("stage", [1, 3])
@@ -62,6 +63,7 @@ def peak_of(rank, world, case):
     return measured(case, Group(rank, world, torch.device("cpu")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_peak_is_that_of_a_real_step(stage):
     case = Case("gpt2", stage, wire="int8")

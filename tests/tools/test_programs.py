@@ -73,6 +73,7 @@ def alone(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow(but=("mpi",))
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_copied_example_runs(alone, name):
     launcher = TORCHRUN if name == "training" else ()
@@ -104,6 +105,14 @@ def check(path, name):
     assert str(path.parent) not in path.read_text(), "results hold no paths"
 
 
+@pytest.mark.slow(
+    but=(
+        "step",
+        "ops",
+        "parity",
+        "allreduce",
+    )
+)
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_a_benchmark_runs_on_ranks(name, tmp_path):
     path = tmp_path / "result.json"
@@ -111,6 +120,7 @@ def test_a_benchmark_runs_on_ranks(name, tmp_path):
     check(path, name)
 
 
+@pytest.mark.slow(but=("kernels",))
 @pytest.mark.parametrize("name", TYPED)
 def test_a_benchmark_runs_as_it_is_typed(name, tmp_path):
     path = tmp_path / "result.json"
