@@ -149,14 +149,7 @@ def check(outcome):
         assert outcome.seen[rank]["weights"] == expected, (rank, members, said)
 
 
-@pytest.mark.slow(
-    but=(
-        "between-gloo",
-        "after",
-        "first-rank",
-        "two-to-one-gloo",
-    )
-)
+@pytest.mark.slow(but=("between-gloo",))
 @pytest.mark.parametrize("case", CASES)
 def test_survivors_weights_are_those_of_fewer_ranks(outcomes, case):
     outcome = outcomes[case]
@@ -202,12 +195,14 @@ def errors(folder, script=SCRIPT, **arguments):
     return [found["error"] for rank, found in enumerate(seen["job"]) if rank not in dead]
 
 
+@pytest.mark.slow
 def test_too_few_ranks_end_the_training(tmp_path):
     for text in errors(tmp_path, elastic={"min_ranks": 3}):
         assert text.startswith("SyncFault: fastsync: rank 0 was killed by SIGKILL.")
         assert "[1, 2], are fewer than min_ranks=3" in text
 
 
+@pytest.mark.slow
 def test_a_store_that_dies_with_its_rank_ends_the_training(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

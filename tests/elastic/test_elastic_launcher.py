@@ -13,6 +13,7 @@ LAUNCH = ("--nproc-per-node", 3)
 SCRIPT = ("-m", "tests.elastic.elastic_launched")
 
 
+@pytest.mark.slow
 def test_survivors_end_well_when_rank_0_dies():
     """It serves the store that the others meet through."""
     output = run_module("fastsync.elastic", *LAUNCH, *SCRIPT, 6, 0)
@@ -36,24 +37,28 @@ def places(output):
     return sorted(re.findall(r"RANK (\d) of WORLD_SIZE (\d)", output))
 
 
+@pytest.mark.slow
 def test_who_is_back_may_be_the_last_to_train():
     output = run_module("fastsync.elastic", *LAUNCH, "--restarts", 1, *SCRIPT, 100000, 0, "last")
     assert "no rank is left that has trained" not in output
     assert re.search(r"rank 0 of \(0,\): ", output), output
 
 
+@pytest.mark.slow
 def test_who_is_back_too_late_ends_and_the_training_has_succeeded():
     output = run_module("fastsync.elastic", *LAUNCH, "--restarts", 1, *SCRIPT, 6, 1)
     assert "the training has ended before it had taken rank 1 in" in output
     assert len(re.findall(r"rank \d of \(0, 2\)", output)) == 2, output
 
 
+@pytest.mark.slow
 def test_without_a_death_all_end_well():
     output = run_module("fastsync.elastic", *LAUNCH, *SCRIPT, 3, -1)
     assert len(set(re.findall(r"rank \d of \(0, 1, 2\): (\S+)", output))) == 1, output
     assert "fastsync.elastic" not in output
 
 
+@pytest.mark.slow
 def test_too_few_ranks_are_a_failure():
     output = run_module("fastsync.elastic", *LAUNCH, "--min-ranks", 3, *SCRIPT, 1000, 1, code=1)
     assert "rank 1 was ended by SIGKILL" in output
@@ -69,6 +74,7 @@ def test_restarts_are_a_number_of_them():
     assert "--restarts must not be negative, but is -1" in output
 
 
+@pytest.mark.slow
 def test_a_signal_ends_all_ranks():
     launcher = start("fastsync.elastic", *LAUNCH, *SCRIPT, 100000, -1)
     pids = trains(launcher)
@@ -140,6 +146,7 @@ def test_a_signal_has_a_rank_join_a_training_that_goes_on():
     assert places(output) == [("0", "3"), ("1", "3"), ("2", "3"), ("3", "4")], output
 
 
+@pytest.mark.slow
 def test_a_rank_that_joins_does_not_take_the_place_of_one_that_still_begins(tmp_path):
     """Rank 3 makes its process group while rank 0 waits for ranks 1 and 2 in that of the start."""
     launcher = joinable(4, *SCRIPT, 100000, -1, "early", tmp_path)

@@ -37,6 +37,7 @@ def trains(launcher):
     return pids
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_comes_back_on_its_machine(port):
     arguments = ("--restarts", 1, *SCRIPT, 100000, 3, "joined")
     here, there = finish_all([launch(port, node, *arguments) for node in (0, 1)])
@@ -46,6 +47,7 @@ def test_a_rank_that_dies_comes_back_on_its_machine(port):
     check_all(here + there, range(4))
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_lost_comes_back(port):
     arguments = (*SCRIPT, 100000, -1, "joined")
     here, there = (launch(port, node, *arguments) for node in (0, 1))
@@ -82,6 +84,7 @@ def test_ranks_join_on_any_machine(port):
     check_all("".join(finish_all(launchers)), range(5))
 
 
+@pytest.mark.slow
 def test_too_few_ranks_on_all_machines_are_a_failure(port):
     arguments = ("--min-ranks", 4, *SCRIPT, 100000, 3)
     launchers = [launch(port, node, *arguments) for node in (0, 1)]

@@ -42,7 +42,7 @@ def outcomes(tmp_path_factory, request):
     return outcomes_of(tmp_path_factory.mktemp("races"), wanted, SCRIPT)
 
 
-@pytest.mark.slow(but=("meets",))
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REBUILDS)
 def test_a_death_while_others_rebuild_is_survived(outcomes, case):
     outcome = outcomes[case]
@@ -50,7 +50,7 @@ def test_a_death_while_others_rebuild_is_survived(outcomes, case):
     assert outcome.changes[-1] == [3, outcome.left], outcome.said
 
 
-@pytest.mark.slow("sent-gloo", "sent-to-one")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TAKES)
 def test_averages_that_all_survivors_have_are_taken(outcomes, case):
     """The dead rank may have stepped with them."""

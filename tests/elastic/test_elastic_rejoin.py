@@ -133,15 +133,7 @@ def outcomes(tmp_path_factory, request):
     return outcomes_of(tmp_path_factory.mktemp("rejoin"), cases_asked_for(request, CASES))
 
 
-@pytest.mark.slow(
-    but=(
-        "one",
-        "first-rank-gloo",
-        "two-to-one",
-        "every-third",
-        "frozen",
-    )
-)
+@pytest.mark.slow(but=("one",))
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_a_training_with_as_many_ranks(outcomes, case):
     outcome = outcomes[case]
@@ -166,7 +158,7 @@ def joined(tmp_path_factory, request):
     return outcomes_of(tmp_path_factory.mktemp("joins"), cases_asked_for(request, JOINS))
 
 
-@pytest.mark.slow(but=("one-joins",))
+@pytest.mark.slow
 @pytest.mark.parametrize("case", JOINS)
 def test_ranks_that_join_have_the_weights_of_a_training_with_as_many(joined, case):
     outcome = joined[case]
@@ -191,6 +183,7 @@ def odd(tmp_path_factory):
     return outcomes_of(tmp_path_factory.mktemp("odd"), ODD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["dies-waiting", "dies-taking", "dies-taking-gloo"])
 def test_who_dies_on_the_way_back_is_left_out_and_may_try_again(odd, case):
     odd[case].check()
@@ -198,6 +191,7 @@ def test_who_dies_on_the_way_back_is_left_out_and_may_try_again(odd, case):
     assert sorted(code for _, _, code in odd[case].codes)[:2] == [-9, -9]
 
 
+@pytest.mark.slow
 def test_a_death_of_who_gives_is_survived_and_both_come_back(odd):
     outcome = odd["giver-dies"]
     outcome.check()
@@ -206,6 +200,7 @@ def test_a_death_of_who_gives_is_survived_and_both_come_back(odd):
     assert [2] in [ranks for _, ranks in outcome.members]
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_on_the_rank_that_brings_it(odd):
     outcome = odd["other-model"]
     outcome.check()
@@ -216,6 +211,7 @@ def test_another_model_is_refused_on_the_rank_that_brings_it(odd):
     assert "'layers.0.weight'" in error and "(24, 24)" in error
 
 
+@pytest.mark.slow
 def test_who_does_not_catch_up_does_not_train(odd):
     outcome = odd["no-catch_up"]
     outcome.check()

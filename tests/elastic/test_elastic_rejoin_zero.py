@@ -52,12 +52,7 @@ def outcomes(tmp_path_factory, request):
     return trained(tmp_path_factory.mktemp("rejoin-zero"), cases_asked_for(request, CASES))
 
 
-@pytest.mark.slow(
-    but=(
-        "stage-2",
-        "wire-masters-gloo",
-    )
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_weights_and_states_are_those_of_a_training_with_as_many_ranks(outcomes, case):
     outcome = outcomes[case]
@@ -80,7 +75,7 @@ def again(tmp_path_factory, request):
     return trained(tmp_path_factory.mktemp("again"), cases_asked_for(request, AGAIN))
 
 
-@pytest.mark.slow(but=("next-gloo",))
+@pytest.mark.slow
 @pytest.mark.parametrize("case", AGAIN)
 def test_the_copies_of_each_share_are_complete_after_a_return(again, case):
     outcome = again[case]
@@ -108,13 +103,14 @@ def odd(tmp_path_factory, request):
     return trained(tmp_path_factory.mktemp("odd"), cases_asked_for(request, ODD))
 
 
-@pytest.mark.slow(but=("other-sharing",))
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ODD)
 def test_a_death_during_a_return_is_survived_and_all_come_back(odd, case):
     check(odd[case])
     assert not odd[case].errors
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_catch_up_was_not_given_is_named_on_the_rank_that_comes_back(tmp_path):
     job = {"world": 2, "deaths": [(1, 2, "between")], "zero": 1}
     jobs = [(passes, {**job, "passes": passes}) for passes in ("schedules", "within")]

@@ -87,12 +87,7 @@ def outcomes(tmp_path_factory, request):
     return outcomes_of(tmp_path_factory.mktemp("wires"), wanted, SCRIPT)
 
 
-@pytest.mark.slow(
-    but=(
-        "int8-between",
-        "e4m3-after",
-    )
-)
+@pytest.mark.slow(but=("int8-between",))
 @pytest.mark.parametrize("case", [*CASES, *REBUILDS])
 def test_survivors_weights_and_residuals_are_those_of_fewer_ranks(outcomes, case):
     outcome = outcomes[case]
@@ -112,7 +107,7 @@ def test_chains_that_hang_harm_nobody_who_ends(tmp_path):
         check(outcome)
 
 
-@pytest.mark.slow(but=("int8-sent",))
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TAKES)
 def test_averages_that_are_taken_bring_their_residuals(outcomes, case):
     outcome = outcomes[case]
@@ -160,12 +155,7 @@ def returns(tmp_path_factory, request):
     return returns_of(tmp_path_factory.mktemp("returns"), wanted)
 
 
-@pytest.mark.slow(
-    but=(
-        "int8",
-        "int8-loads",
-    )
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("back", RETURNS)
 def test_a_rank_that_comes_back_keeps_nothing_back_and_the_others_what_they_have(returns, back):
     returns[back].check_returns()

@@ -82,15 +82,7 @@ def check_states(outcome):
         assert outcome.seen[rank]["state"] == outcome.expected[rank]["state"], outcome.said
 
 
-@pytest.mark.slow(
-    but=(
-        "stepping",
-        "lag",
-        "one-by-one-gloo",
-        "dies-while-sharing",
-        "wire",
-    )
-)
+@pytest.mark.slow(but=("stepping",))
 @pytest.mark.parametrize("case", CASES)
 def test_survivors_weights_and_states_are_those_of_fewer_ranks(outcomes, case):
     outcome = outcomes[case]

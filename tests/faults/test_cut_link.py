@@ -33,7 +33,7 @@ def trained_apart(*job, **options):
     return seen, logs
 
 
-@pytest.mark.slow(but=("forward-fp32", "pieces-int8", "wrap-int8"))
+@pytest.mark.slow
 @needs_links
 @pytest.mark.parametrize(("place", "way"), CUTS)
 def test_the_rank_that_cannot_be_reached_is_named(place, way):

@@ -25,12 +25,7 @@ LINES = {
 PLACES = {"forward": 0, "backward": 1, "vote": 1, "meeting": 0}  # with what zero=
 
 
-@pytest.mark.slow(
-    but=(
-        "SIGINT-forward",
-        "SIGTERM-backward",
-    )
-)
+@pytest.mark.slow(but=("SIGTERM-backward",))
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("number", LINES, ids=lambda number: number.name)
 def test_a_signal_ends_all_ranks_with_a_line_each(number, place, tmp_path):
@@ -46,6 +41,7 @@ def test_a_signal_ends_all_ranks_with_a_line_each(number, place, tmp_path):
     assert "SyncFault" not in text, "they end by the signal, not by each other"
 
 
+@pytest.mark.slow
 def test_the_cause_is_what_torchrun_and_every_rank_say(tmp_path):
     options = ["--log-dir", str(tmp_path / "logs"), "--redirects", "3"]
     with launched(
