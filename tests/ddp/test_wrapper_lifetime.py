@@ -69,6 +69,13 @@ def settled(before):
     return before, held()
 
 
+@pytest.mark.slow(
+    but=(
+        "zero0",
+        "int8",
+        "zero3-network",
+    )
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sweep_holds_no_more_than_one_wrapper(kind):
     for before, after in run_ranks(sweep, 2, kind):
@@ -95,6 +102,7 @@ def trained_in_turns(rank, world, kind):
     return found
 
 
+@pytest.mark.slow(but=("int8",))
 @pytest.mark.parametrize("kind", ["int8", "int8-network", "zero2-network", "zero3-network"])
 def test_ranks_end_wrappers_at_different_times(kind):
     first, second = run_ranks(trained_in_turns, 2, kind)
@@ -120,6 +128,7 @@ def one_goes_early(rank, world, kind):
     return full(second)
 
 
+@pytest.mark.slow(but=("zero3",))
 @pytest.mark.parametrize("kind", ["int8", "int8-network", "zero1-network", "zero3"])
 def test_a_wrapper_goes_on_one_rank_while_another_trains(kind):
     first, second = run_ranks(one_goes_early, 2, kind)
@@ -177,6 +186,7 @@ def resharded_to_two(rank, world):
     return settled(before)
 
 
+@pytest.mark.slow
 def test_groups_of_units_that_are_resharded_to_fewer_ranks_end():
     """Each would have eight descriptors and three threads."""
     for (files, threads), (files_then, threads_then) in run_ranks(resharded_to_two, 4):

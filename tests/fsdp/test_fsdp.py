@@ -161,7 +161,6 @@ def replicas_accumulate(rank, world):
     return whole(model.parameters())
 
 
-@pytest.mark.slow
 def test_replicas_accumulate_before_they_meet():
     model = net()
     optimizer = OPTIMIZERS["sgd"](model.parameters())

@@ -125,6 +125,7 @@ def beside(rank, world, way, backend):
     return farthest(ours, eager), graphs, theirs
 
 
+@pytest.mark.slow(but=("fully_shard, then block.compile()-eager",))
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_are_the_eager_ones_and_graphs_are_those_of_fsdp2(way, backend):
@@ -134,6 +135,7 @@ def test_weights_are_the_eager_ones_and_graphs_are_those_of_fsdp2(way, backend):
         assert graphs == theirs, "operations of each graph"
 
 
+@pytest.mark.slow(but=("FastDDP.compile()-eager",))
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("way", STAGES)
 def test_zero3_and_the_compiler(way, backend):

@@ -83,6 +83,7 @@ def in_memory(rank, world, how):
     return largest, most, more, room_for(units, 1)
 
 
+@pytest.mark.slow(but=("plain",))
 @pytest.mark.parametrize("how", HOW)
 def test_what_is_gathered_ahead_in_shared_memory_takes_no_other(how):
     for largest, most, more, one in run_ranks(in_memory, HOW[how], how):

@@ -106,7 +106,6 @@ def divided(rank, world):
     return [p.grad.full_tensor() for p in model.parameters()], seen
 
 
-@pytest.mark.slow
 def test_another_divisor_and_a_hook():
     model = net()
     for rank in range(2):

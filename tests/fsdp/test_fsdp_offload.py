@@ -125,6 +125,13 @@ def same(one, other):
     return len(pairs) > 10 and all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.slow(
+    but=(
+        "adamw",
+        "codes",
+        "synced each time",
+    )
+)
 @pytest.mark.parametrize("run", RUNS)
 def test_bits_are_those_without_a_policy(run):
     world, *given = RUNS[run]
@@ -326,6 +333,7 @@ def on_a_late_device(rank, world, how, rows):
     return results, read
 
 
+@pytest.mark.slow(but=("each-None",))
 @pytest.mark.parametrize(("how", "rows"), [("", None), ("each", None), ("once", None), ("", 2)])
 def test_the_host_waits_before_it_reads(how, rows):
     for ((_, plain), (copies, copied)), _ in run_ranks(on_a_late_device, 2, how, rows):

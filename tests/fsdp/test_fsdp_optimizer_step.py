@@ -73,6 +73,12 @@ def train(rank, world, name, derived, rows=None):
     return held(model, optimizer)
 
 
+@pytest.mark.slow(
+    but=(
+        "AdamW",
+        "SGD, momentum",
+    )
+)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_bits_are_those_of_steps_on_dtensors(name):
     assert run_ranks(train, 3, name, False) == run_ranks(train, 3, name, True)

@@ -46,6 +46,7 @@ def twins(rank, world, how, memory):
 HOW = {"plain": 2, "three": 3, "replicas": 4, "lower": 2, "kept parts": 4, "coded": 2}
 
 
+@pytest.mark.slow(but=("plain-1",))
 @pytest.mark.parametrize("memory", ["0", "1"])
 @pytest.mark.parametrize("how", HOW)
 def test_any_depth_gives_the_same_bits(how, memory):

@@ -56,6 +56,15 @@ def unlike(rank, world, odd, rows, how):
         model(torch.ones(2, SIDE)) if how == "forward" else model[1].unshard()
 
 
+@pytest.mark.slow(
+    but=(
+        "4-2-dtype-forward",
+        "2-None-one fewer-forward",
+        "2-None-kept-unshard",
+        "2-None-frozen-unshard",
+        "2-None-size-forward",
+    )
+)
 @pytest.mark.parametrize("how", ["forward", "unshard"])
 @pytest.mark.parametrize("odd", WHATS)
 @pytest.mark.parametrize(("world", "rows"), [(2, None), (4, 2)])

@@ -100,7 +100,7 @@ def run(rank, world, wire, steps, checkpoints):
     return saved(wrapped, optimizer), flat(wrapped.parameters()), residual_of(wrapped)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=("int4, at random-4",))
 @pytest.mark.parametrize("kept", [1, 4])
 @pytest.mark.parametrize("name", FEEDBACK)
 def test_a_restart_changes_no_bit(name, kept):

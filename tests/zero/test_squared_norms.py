@@ -63,6 +63,14 @@ def summed(rank, world, options, dtype, parts):
     return found
 
 
+@pytest.mark.slow(
+    but=(
+        "1-{'zero': 1}-2",
+        "2-{'zero': 2, 'shared_memory': False}-3",
+        "2-{'zero': 1, 'wire': 'int8'}-3",
+        "1-{'zero': 2, 'wire': 'int4', 'bucket_cap_mb': 0.5}-2",
+    )
+)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     "options",
@@ -272,6 +280,13 @@ def in_buckets(rank, world, dtype, options):
     return heard, exact
 
 
+@pytest.mark.slow(
+    but=(
+        "{}-dtype2-3",
+        "{'shared_memory': False}-dtype0-2",
+        "{'bucket_cap_mb': 0.1}-dtype1-3",
+    )
+)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.1}, {"shared_memory": False}], ids=str)
