@@ -29,6 +29,7 @@ def copy(tmp_path):
     return root
 
 
+@pytest.mark.slow
 def test_every_page_is_built_and_every_link_leads_somewhere(copy, tmp_path):
     code, said = build(copy, str(tmp_path / "site"))
     assert code == 0, said

@@ -203,6 +203,7 @@ SAYS = "import os; print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY'), os.getenv('S
 KINDS = [("right", True), ("right", False), *((k, True) for k in ("broken", "silent", "stubborn"))]
 
 
+@pytest.mark.slow(but=("right-True",))
 @pytest.mark.parametrize(("kind", "trial"), KINDS)
 def test_ranks_share_a_gpu_by_a_daemon_that_ends_with_the_stage(tmp_path, monkeypatch, kind, trial):
     told = install_daemon(tmp_path, kind)

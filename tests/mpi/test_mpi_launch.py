@@ -30,11 +30,13 @@ def test_a_script_of_torchruns_runs_under_mpirun(tmp_path, backend):
     assert "<FastDDP 0 2 0 2>" in ended.text and "<FastDDP 1 2 1 2>" in ended.text, ended.text
 
 
+@pytest.mark.slow
 def test_the_example():
     ended = jobs.mpirun(2, "-m", "examples.mpi", "--steps", "10", "--wire", "int8")
     assert ended.code == 0 and "2 ranks over MPI" in ended.text, ended.text
 
 
+@pytest.mark.slow
 def test_the_benchmark():
     options = ("--models", "small", "--scale", "0.01", "--rounds", "1", "--seconds", "1")
     ended = jobs.mpirun(2, "-m", "bench", "mpi", *options)

@@ -208,6 +208,7 @@ def test_the_command_line_refuses_what_it_cannot_read(tmp_path, capsys):
     assert "no step that is complete" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module():
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "fastsync.timeline", "--help"],

@@ -107,6 +107,7 @@ def found(report, topic, level=None):
     ]
 
 
+@pytest.mark.slow(but=("2",))
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_are_well_pass(world):
     report = examine_ranks(world)
@@ -183,6 +184,7 @@ def test_that_nobody_looks_out_is_found():
     ]
 
 
+@pytest.mark.slow(but=("other_torch-versions-2.99.0 on rank 2",))
 @pytest.mark.parametrize(
     ("spoil", "topic", "text"),
     [

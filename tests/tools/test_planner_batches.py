@@ -35,6 +35,7 @@ def assert_largest(scenario, strategy, limit, found):
     assert peaks(scenario, strategy, found + 1) > limit, strategy.name
 
 
+@pytest.mark.slow(but=("4000000000.0-1",))
 @pytest.mark.parametrize("memory, samples", [(80e9, 2), (80e9, 600), (21e9, 3), (4e9, 1)])
 def test_it_is_the_largest_whichever_moment_of_the_step_is(memory, samples):
     def trace(batch, checkpointing):
@@ -70,6 +71,7 @@ class Moody(Pairs):
         return (each.exp().sin() if len(x) > 40 else each).square().mean()
 
 
+@pytest.mark.slow(but=("Moody-100000.0",))
 @pytest.mark.parametrize("kind, memory", [(Pairs, 4e6), (Moody, 3e5), (Moody, 1e5), (Moody, 8e5)])
 def test_it_is_the_largest_where_memory_does_not_grow_along_a_line(kind, memory):
     scenario, made = asked(

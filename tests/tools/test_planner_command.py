@@ -178,6 +178,7 @@ def test_bad_input_names_its_option(arguments, names, capsys):
     assert names in message
 
 
+@pytest.mark.slow
 def test_more_gpus_fill_nodes_whatever_comes_first(tmp_path, capsys):
     data = [tmp_path / "a.json", tmp_path / "b.json"]
     for gpus, path in zip(("2,64", "64,2"), data, strict=True):

@@ -58,6 +58,7 @@ def planned(scenario, name, world=8, samples=None, accumulate=1):
     return wider.memory(strategy).total
 
 
+@pytest.mark.slow(but=("14000000000.0-kinds2",))
 @pytest.mark.parametrize(
     ("memory", "kinds"), [(6e9, ("0", "1", "2", "3")), (9e9, ("1",)), (14e9, ("0",))]
 )
@@ -91,6 +92,7 @@ def test_the_strategy_and_the_batch_that_are_named_fit():
     assert planned(scenario, found[1], samples=int(found[2]), accumulate=2) <= 6e9
 
 
+@pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("samples", [1, 64])
 def test_the_number_of_gpus_that_is_named_fits(samples):
     memory = 1.2e9

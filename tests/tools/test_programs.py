@@ -73,7 +73,7 @@ def alone(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow(but=("mpi",))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_copied_example_runs(alone, name):
     launcher = TORCHRUN if name == "training" else ()
@@ -108,8 +108,6 @@ def check(path, name):
 @pytest.mark.slow(
     but=(
         "step",
-        "ops",
-        "parity",
         "allreduce",
     )
 )
@@ -120,7 +118,7 @@ def test_a_benchmark_runs_on_ranks(name, tmp_path):
     check(path, name)
 
 
-@pytest.mark.slow(but=("kernels",))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPED)
 def test_a_benchmark_runs_as_it_is_typed(name, tmp_path):
     path = tmp_path / "result.json"
