@@ -168,6 +168,13 @@ def repaired(rank, world, seed, what, options):
     return found, sound, (fault.name, fault.rank), said.texts
 
 
+@pytest.mark.slow(
+    but=(
+        "plain-weight",
+        "zero 2, int8-weight",
+        "over the network-average",
+    )
+)
 @pytest.mark.parametrize(
     "way, what",
     [
@@ -247,6 +254,13 @@ def sound(rank, world, way, every):
     return loop(model, rank, 5, make=optim.AdamW)
 
 
+@pytest.mark.slow(
+    but=(
+        "plain",
+        "static",
+        "zero 2, int8",
+    )
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_sound_ranks_are_left_alone(way):
     assert agree(run_ranks(sound, 3, way, 1))

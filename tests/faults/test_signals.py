@@ -25,7 +25,7 @@ LINES = {
 PLACES = {"forward": 0, "backward": 1, "vote": 1, "meeting": 0}  # with what zero=
 
 
-@pytest.mark.slow(but=("SIGTERM-backward",))
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("number", LINES, ids=lambda number: number.name)
 def test_a_signal_ends_all_ranks_with_a_line_each(number, place, tmp_path):

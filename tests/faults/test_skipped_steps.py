@@ -168,6 +168,15 @@ def check_weights(world, schedule, options):
                 torch.testing.assert_close(weight, wanted[step][name], rtol=0, atol=atol)
 
 
+@pytest.mark.slow(
+    but=(
+        "2-schedule0-options0",
+        "3-schedule2-options2",
+        "3-schedule6-options6",
+        "3-schedule10-options10",
+        "1-schedule12-options12",
+    )
+)
 @pytest.mark.parametrize(("world", "schedule", "options"), CASES)
 def test_weights_are_those_of_the_batches_that_count(world, schedule, options):
     check_weights(world, schedule, options)

@@ -168,13 +168,7 @@ def name_of(case):
     return "-".join([str(slow), where.replace(" ", "_"), *asked])
 
 
-@pytest.mark.slow(
-    but=(
-        "2-forward",
-        "0-between_steps",
-        "1-backward",
-    )
-)
+@pytest.mark.slow(but=("2-forward",))
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_rank_names_the_one_that_is_slow(case):
     slow, where, options = case

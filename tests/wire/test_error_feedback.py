@@ -247,7 +247,7 @@ def owed_by(states):
     return sum(flat(state["residuals"].values()) for state in states)
 
 
-@pytest.mark.slow(but=("1-2",))
+@pytest.mark.slow(but=("3-2",))
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (3, 1), (2, 2), (1, 2)])
 def test_another_number_of_ranks_keeps_the_sum(before, after):
     wire = Wire("int4", form="two_shot")

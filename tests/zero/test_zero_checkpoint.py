@@ -324,6 +324,12 @@ def removes(optimizer):
         optimizer.state[param] = values
 
 
+@pytest.mark.slow(
+    but=(
+        "copies",
+        "assigns",
+    )
+)
 @pytest.mark.parametrize("write", [fills, fills_at_once, assigns, copies, removes])
 def test_what_is_written_after_a_save_is_not_in_that_of_a_later_rank(write):
     assert run_ranks(written, 2, write) == [True, True]
