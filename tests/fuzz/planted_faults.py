@@ -1,0 +1,631 @@
+"""Faults that a test of `make test` finds each: see planted.py."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way to break the engine.
+
+    Attributes:
+        name: says what is wrong then.
+        file: the file that is changed.
+        text: what is replaced; it is there once.
+        instead: what replaces it.
+        test: the test that fails then, with its parameters.
+    """
+
+    name: str
+    file: str
+    text: str
+    instead: str
+    test: str
+
+
+FAULTS = [
+    # --- fastsync/reducer
+    Fault(
+        "buckets-in-reverse-order",
+        "fastsync/reducer/buckets.py",
+        "key=lambda group: group.latest)",
+        "key=lambda group: -group.latest)",
+        "tests/ddp/test_bucket_plan.py::test_dtypes_and_devices_do_not_mix",
+    ),
+    Fault(
+        "bucket-cap-exceeded-by-one",
+        "fastsync/reducer/buckets.py",
+        "full = group.nbytes >= policy.limit(",
+        "full = group.nbytes > policy.limit(",
+        "tests/ddp/test_bucket_plan.py::test_a_bucket_is_closed_by_the_gradient_that_reaches_its_cap",
+    ),
+    Fault(
+        "small-buckets-coded",
+        "fastsync/reducer/buckets.py",
+        "return first.codec if not small and",
+        "return first.codec if",
+        "tests/ddp/test_bucket_plan.py::test_small_buckets_stay_as_they_are",
+    ),
+    Fault(
+        "first-plan-in-order-of-registration",
+        "fastsync/reducer/engine.py",
+        "order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]",
+        "order = [i for i in range(len(params)) if params[i].tensor.requires_grad]",
+        "tests/ddp/test_launch_order.py::test_overlap_from_the_first_step",
+    ),
+    Fault(
+        "each-rank-follows-its-own-order",
+        "fastsync/reducer/agreement.py",
+        "return [i for i in order if i >= 0], 1e-9 * nanoseconds",
+        "return list(mine.order), 1e-9 * nanoseconds",
+        "tests/ddp/test_launch_order.py::test_the_second_plan_is_rank_0s_order",
+    ),
+    Fault(
+        "planned-is-what-all-ranks-train",
+        "fastsync/reducer/agreement.py",
+        "network.nbytes :].amax(dim=0)",
+        "network.nbytes :].amin(dim=0)",
+        "tests/ddp/test_plan_agreement.py"
+        "::test_any_rank_trains_the_first_one_orders_and_the_fastest_has_measured",
+    ),
+    Fault(
+        "buffer-not-divisible-by-ranks",
+        "fastsync/reducer/bucket_layout.py",
+        "total = align_up(max(end, 1), math.lcm(world_size, ALIGNMENT))",
+        "total = align_up(max(end, 1), ALIGNMENT)",
+        "tests/ddp/test_flat_layout.py::test_invariants[8]",
+    ),
+    Fault(
+        "residuals-of-former-ranks-lost",
+        "fastsync/reducer/sync_checkpoint.py",
+        "mine = given[rank::world]",
+        "mine = given[rank : rank + 1]",
+        "tests/wire/test_error_feedback.py::test_another_number_of_ranks_keeps_the_sum[3-2]",
+    ),
+    Fault(
+        "wrong-step-number-after-a-restart",
+        "fastsync/reducer/engine.py",
+        "self.core.resume(progress.steps)",
+        "self.core.resume(progress.steps + 1)",
+        "tests/wire/test_error_feedback.py::test_a_restart_changes_no_bit[int4, at random-4]",
+    ),
+    Fault(
+        "residuals-dropped-that-are-wanted",
+        "fastsync/reducer/engine.py",
+        "if p.name not in shapes])",
+        "if p.name in shapes])",
+        "tests/wire/test_set_wire.py"
+        "::test_a_wire_without_feedback_frees_residuals_and_one_with_it_keeps_them",
+    ),
+    Fault(
+        "ranks-round-by-the-same-random-numbers",
+        "fastsync/reducer/core.py",
+        'f"{sender.wire.seed} {sender.rank} {index}"',
+        'f"{sender.wire.seed} {index}"',
+        "tests/fsdp/test_fsdp_wires.py::test_stochastic_rounding_differs_by_rank_and_by_unit",
+    ),
+    Fault(
+        "slow-ranks-are-a-majority",
+        "fastsync/reducer/step_timing.py",
+        "candidates = gaps[: ranks // 2]",
+        "candidates = gaps",
+        "tests/faults/test_slow_ranks.py::test_nobody_is_named_where_all_wait_alike_or_most_wait_for_one_another[waits1]",
+    ),
+    # --- fastsync/config, fastsync/wire
+    Fault(
+        "first-cap-for-all-buckets",
+        "fastsync/config/policy.py",
+        "cap = self.caps[min(closed, len(self.caps) - 1)]",
+        "cap = self.caps[0]",
+        "tests/ddp/test_bucket_plan.py"
+        "::test_caps_count_buckets_and_the_last_one_holds_for_the_rest",
+    ),
+    Fault(
+        "reduce-dtype-forgotten",
+        "fastsync/config/policy.py",
+        "return cls(param, reduce or param, buffer)",
+        "return cls(param, reduce, buffer)",
+        "tests/ddp/test_mixed_precision.py::test_trains_as_ddp_does[bf16-False-False]",
+    ),
+    Fault(
+        "stage-2-accumulates-whole-gradients",
+        "fastsync/config/policy.py",
+        "return self.zero.stage == 2 and self.shardable",
+        "return False",
+        "tests/zero/test_zero_gradients.py::test_stages_differ_while_gradients_accumulate",
+    ),
+    Fault(
+        "features-that-exclude-each-other-accepted",
+        "fastsync/config/compatibility.py",
+        "if first and second:",
+        "if first and second and row.first == row.second:",
+        "tests/ddp/test_compatibility.py::test_every_row_is_refused_with_its_reason",
+    ),
+    Fault(
+        "no-error-feedback-by-default",
+        "fastsync/wire/formats.py",
+        "return codec.error_feedback\n",
+        "return False\n",
+        "tests/wire/test_wire.py::test_the_residuals_are_what_the_averages_lack[gather]",
+    ),
+    Fault(
+        "override-of-one-for-all",
+        "fastsync/wire/formats.py",
+        "if fnmatch.fnmatchcase(name, pattern):",
+        "if pattern:",
+        "tests/wire/test_wire.py::test_overrides_by_name",
+    ),
+    Fault(
+        "one-warmup-step-too-many",
+        "fastsync/reducer/engine.py",
+        "return self.core.steps() < self.policy.wire.warmup_steps",
+        "return self.core.steps() <= self.policy.wire.warmup_steps",
+        "tests/wire/test_wire.py::test_warmup_steps_travel_as_they_are",
+    ),
+    Fault(
+        "topk-keeps-one-less",
+        "fastsync/wire/formats.py",
+        "return max(1, round(self.density * numel))",
+        "return max(1, int(self.density * numel))",
+        "tests/wire/test_topk.py::test_a_step_is_the_sum_of_what_each_rank_keeps",
+    ),
+    # --- fastsync/ddp
+    Fault(
+        "buffers-not-broadcast",
+        "fastsync/ddp/fast_ddp.py",
+        "if not usual or (watch.stale and self.process_group.size() > 1):",
+        "if not usual:",
+        "tests/ddp/test_buffers.py::test_a_part_that_still_trains_is_synchronised",
+    ),
+    Fault(
+        "buffers-broadcast-at-every-forward",
+        "fastsync/ddp/fast_ddp.py",
+        "        watch.stale = False\n",
+        "",
+        "tests/ddp/test_buffers.py::test_nothing_is_sent_where_nothing_can_have_changed",
+    ),
+    Fault(
+        "unused-parameters-never-an-error",
+        "fastsync/ddp/fast_ddp.py",
+        "fail_on_unused=find_unused_parameters is False and not static_graph,",
+        "fail_on_unused=False,",
+        "tests/ddp/test_unused.py::test_an_error_where_it_was_refused",
+    ),
+    Fault(
+        "join-divides-by-the-wrong-ranks",
+        "fastsync/ddp/ddp_objects.py",
+        "self._initial_world if use_initial_world_size else active",
+        "active if use_initial_world_size else self._initial_world",
+        "tests/ddp/test_unusual_backwards.py::test_uneven_inputs_under_join[False-25]",
+    ),
+    Fault(
+        "parameters-stay-narrow-after-forward",
+        "fastsync/reducer/engine.py",
+        "            yield\n        finally:\n            self.precision.end_forward()",
+        "            yield\n        finally:\n            pass",
+        "tests/ddp/test_mixed_precision.py"
+        "::test_parameters_are_in_full_precision_outside_of_forward_and_backward",
+    ),
+    Fault(
+        "steps-with-nan",
+        "fastsync/ddp/nonfinite.py",
+        "return (stand_in_for(optimizer, groups), *args[1:])",
+        "return args",
+        "tests/faults/test_nonfinite.py::test_a_bad_step_is_left_out_on_every_rank[static]",
+    ),
+    Fault(
+        "next-rank-blamed-for-nan",
+        "fastsync/ddp/nonfinite.py",
+        "for r, one in enumerate(of_rank) if one.given]",
+        "for r, one in enumerate(of_rank, start=1) if one.given]",
+        "tests/faults/test_nonfinite.py::test_an_error_names_parameter_and_rank_on_every_rank[0]",
+    ),
+    Fault(
+        "half-of-the-ranks-are-a-majority",
+        "fastsync/ddp/replica_check.py",
+        "known = 2 * count > len(digests)",
+        "known = 2 * count >= len(digests)",
+        "tests/faults/test_replicas.py::test_two_ranks_have_no_majority[True]",
+    ),
+    Fault(
+        "repair-without-the-optimizer",
+        "fastsync/ddp/replica_check.py",
+        "            self._repair_states(finding, is_wrong)",
+        "            pass",
+        "tests/faults/test_replicas.py::test_the_optimizers_state_is_repaired_too[AdamW]",
+    ),
+    Fault(
+        "skipped-ranks-count-as-zeros",
+        "fastsync/ddp/skipping.py",
+        "param.tensor.grad.mul_(world / count)",
+        "param.tensor.grad.mul_(1.0)",
+        "tests/faults/test_skipped_steps.py"
+        "::test_weights_are_those_of_the_batches_that_count[2-schedule0-options0]",
+    ),
+    Fault(
+        "hook-runs-beside-a-narrow-wire",
+        "fastsync/ddp/fast_ddp.py",
+        "        compatibility.check(Setup(self._policy, hook=True))\n",
+        "",
+        "tests/ddp/test_bad_input.py::test_a_communication_hook_beside_a_narrow_wire",
+    ),
+    # --- fastsync/elastic: survivors, and ranks that come back
+    Fault(
+        "survivors-follow-the-one-ahead",
+        "fastsync/faults/survivors.py",
+        "steps = min(at.steps for at in standings.values())",
+        "steps = max(at.steps for at in standings.values())",
+        "tests/elastic/test_survivors.py::test_decisions[standings3-8-True]",
+    ),
+    Fault(
+        "averages-taken-that-some-lack",
+        "fastsync/faults/survivors.py",
+        "takes = all(at.complete",
+        "takes = any(at.complete",
+        "tests/elastic/test_survivors.py::test_decisions[standings1-7-False]",
+    ),
+    Fault(
+        "wrong-step-number-in-a-served-state",
+        "fastsync/reducer/sync_checkpoint.py",
+        '"steps": engine.core.steps(),',
+        '"steps": engine.core.steps() + 1,',
+        "tests/wire/test_error_feedback.py::test_a_restart_changes_no_bit[int4, at random-4]",
+    ),
+    Fault(
+        "a-share-without-second-holder",
+        "fastsync/zero/partition.py",
+        "return (self.mine, self.before) if self.doubled and self.size > 1 else (self.mine,)",
+        "return (self.mine,)",
+        "tests/zero/test_shard_layout.py::test_a_share_has_two_holders_where_ranks_may_die",
+    ),
+    # --- fastsync/zero
+    Fault(
+        "shard-offset-off-by-one",
+        "fastsync/zero/partition.py",
+        "begin = max(0, rank * region - offset)",
+        "begin = max(0, rank * region - offset + 1)",
+        "tests/zero/test_shard_layout.py::test_every_element_has_one_owner_and_one_place[numels4-2-cut_by_elements]",
+    ),
+    Fault(
+        "optimizer-state-of-the-wrong-slice",
+        "fastsync/zero/flat_buffer.py",
+        "begin = full.storage_offset() + piece.begin",
+        "begin = full.storage_offset()",
+        "tests/zero/test_zero.py::test_state_dicts_are_those_of_the_whole_optimizer[stages0]",
+    ),
+    Fault(
+        "last-buffer-of-a-step-not-sent",
+        "fastsync/zero/sharded_optimizer.py",
+        "self._end(self.spaces[-1:] if steps_by_parameter(optimizer) else self.spaces)",
+        "self._end([] if steps_by_parameter(optimizer) else self.spaces)",
+        "tests/zero/test_zero.py::test_weights_are_those_of_the_whole_optimizer[2-adamw]",
+    ),
+    Fault(
+        "a-buffer-without-a-step",
+        "fastsync/zero/sharded_optimizer.py",
+        "            for spaces in ahead:\n",
+        "            for spaces in ahead[1:]:\n",
+        "tests/zero/test_zero_partial_steps.py::test_steps_in_turns_are_one_step[adamw]",
+    ),
+    Fault(
+        "clip-norm-of-this-ranks-share",
+        "fastsync/zero/gradient_norms.py",
+        'total += squares.sharers.exchange.sum("the norm of all gradients", squares.owned)',
+        "total += squares.owned",
+        "tests/zero/test_squared_norms.py::test_changes_in_between_count[{'zero': 1}]",
+    ),
+    Fault(
+        "no-fp32-masters",
+        "fastsync/zero/sharded_optimizer.py",
+        "masters = wire is not None or (self._policy.master_weights and dtype in NARROW)",
+        "masters = wire is not None",
+        "tests/zero/test_zero_masters.py::test_masters_keep_what_bf16_loses",
+    ),
+    Fault(
+        "masters-ignore-what-scripts-write",
+        "fastsync/zero/flat_buffer.py",
+        "            master[written] = elements[written].float()",
+        "            pass",
+        "tests/zero/test_zero_masters.py::test_masters_follow_what_is_written_to_parameters",
+    ),
+    Fault(
+        "unchanged-parameters-rounded",
+        "fastsync/zero/parameter_codes.py",
+        "payload[rank, self._flags : self._flags + len(masters)] = changed",
+        "payload[rank, self._flags : self._flags + len(masters)] = 1",
+        "tests/zero/test_zero_parameters.py::test_what_no_step_changes_and_what_is_no_smaller_stays_as_it_is[int8]",
+    ),
+    Fault(
+        "checkpoint-rectangles-in-another-order",
+        "fastsync/zero/dcp_chunks.py",
+        "order = sorted(range(like.dim()), key=lambda dim: -strides[dim])",
+        "order = list(range(like.dim()))",
+        "tests/zero/test_rectangles.py"
+        "::test_parts_of_a_tensor_make_up_the_whole_in_any_memory_format",
+    ),
+    # --- fastsync/fsdp
+    Fault(
+        "prefetched-unit-not-gathered-after-a-step",
+        "fastsync/fsdp/context.py",
+        "unit.stale = unit.stale or any(id(member.sharded) in held for member in unit.members)",
+        "unit.stale = unit.stale",
+        "tests/fsdp/test_fsdp_control_flow.py"
+        "::test_no_forward_computes_with_weights_of_before_a_step[True]",
+    ),
+    Fault(
+        "no-unit-is-prefetched",
+        "fastsync/fsdp/context.py",
+        "            self.prefetch_forward(self._order[at + 1])",
+        "            pass",
+        "tests/fsdp/test_fsdp_prefetch.py::test_one_is_gathered_ahead_and_what_a_script_names",
+    ),
+    Fault(
+        "post-hook-of-a-reduction-dropped",
+        "fastsync/fsdp/param_group.py",
+        "            self._call_hook(sums)\n            dtype_shard.deliver(sums)",
+        "            dtype_shard.deliver(sums)",
+        "tests/fsdp/test_fsdp_methods.py::test_another_divisor_and_a_hook",
+    ),
+    Fault(
+        "divisor-of-a-unit-ignored",
+        "fastsync/fsdp/param_group.py",
+        "scale = 1.0 / (self.switches.divisor or self.place.ranks)",
+        "scale = 1.0 / self.place.ranks",
+        "tests/fsdp/test_fsdp_methods.py::test_another_divisor_and_a_hook",
+    ),
+    Fault(
+        "replicas-lose-what-they-accumulated",
+        "fastsync/fsdp/param_group.py",
+        "            sums.add_(dtype_shard.partial)\n",
+        "",
+        "tests/fsdp/test_fsdp.py::test_replicas_accumulate_before_they_meet",
+    ),
+    Fault(
+        "gradients-of-one-rank-not-owed-by-all",
+        "fastsync/fsdp/param_group.py",
+        "        self.owes = True\n",
+        "",
+        "tests/fsdp/test_fsdp_control_flow.py"
+        "::test_gradients_that_one_rank_alone_has_kept_are_reduced_by_all",
+    ),
+    Fault(
+        "local-optimizer-state-not-kept",
+        "fastsync/fsdp/local_steps.py",
+        "                _keep(optimizer, param, local, state.pop(local))",
+        "                state.pop(local)",
+        "tests/fsdp/test_fsdp_optimizer_step.py::test_bits_are_those_of_steps_on_dtensors[AdamW]",
+    ),
+    Fault(
+        "rows-left-out-of-all-shares",
+        "fastsync/fsdp/shard_layout.py",
+        "each = math.ceil(length / world)",
+        "each = max(1, length // world)",
+        "tests/fsdp/test_fsdp.py::test_parameters_and_gradients_are_dtensors_with_global_sizes",
+    ),
+    Fault(
+        "host-reads-before-a-copy-has-arrived",
+        "fastsync/fsdp/cpu_offload.py",
+        "            self.done.synchronize()\n",
+        "            pass\n",
+        "tests/fsdp/test_fsdp_offload.py::test_the_host_waits_before_it_reads[each-None]",
+    ),
+    Fault(
+        "share-of-the-next-rank-loaded",
+        "fastsync/fsdp/sharded_param.py",
+        "begin = min(self.shape.count(0, world) * rank, self.shape.sizes[dim])",
+        "begin = min(self.shape.count(0, world) * (world - 1 - rank), self.shape.sizes[dim])",
+        "tests/conformance/test_checkpoints.py::test_goes_on_from_an_unsharded_state[rmsprop-zero3]",
+    ),
+    # --- fastsync/faults
+    Fault(
+        "wrong-rank-differs",
+        "fastsync/faults/consensus.py",
+        "enumerate(statements[1:], start=1)",
+        "enumerate(statements[1:])",
+        "tests/ddp/test_rank_mismatch.py::test_all_ranks_hear_the_same[more]",
+    ),
+    Fault(
+        "exception-placed-in-its-first-frame",
+        "fastsync/faults/exit_reasons.py",
+        "return own[-1]",
+        "return own[0]",
+        "tests/faults/test_signals.py::test_an_exception_is_in_the_last_of_the_scripts_frames",
+    ),
+    Fault(
+        "meeting-ends-before-all-have-come",
+        "fastsync/faults/rendezvous.py",
+        'if store.add(f"{place}/count", 1) == self._world:',
+        'if store.add(f"{place}/count", 1) == self._world - 1:',
+        "tests/faults/test_rendezvous.py::test_all_come",
+    ),
+    Fault(
+        "ranks-that-disagree-seem-to-agree",
+        "fastsync/faults/rendezvous.py",
+        '"alike" if alike else "unlike"',
+        '"alike"',
+        "tests/faults/test_rendezvous.py::test_ranks_learn_whether_they_agree",
+    ),
+    # --- csrc/kernels
+    Fault(
+        "integers-rounded-down",
+        "csrc/kernels/codec_element.h",
+        "const float sum = y + kMagic;",
+        "const float sum = (y - 0.5f) + kMagic;",
+        "tests/zero/test_zero_parameters.py::test_three_ranks_hold_the_same_rounded_masters[True-int8]",
+    ),
+    Fault(
+        "int4-without-negative-numbers",
+        "csrc/kernels/codec_element.h",
+        "static_cast<int32_t>((code & 15) ^ 8) - 8",
+        "static_cast<int32_t>(code & 15)",
+        "tests/wire/test_wire_accuracy.py::test_block_bounds_hold_on_hostile_numbers[normal-int4]",
+    ),
+    Fault(
+        "old-residual-forgotten",
+        "csrc/kernels/codec_element.h",
+        "finite_or(kAdd ? old + lost : lost, old)",
+        "finite_or(lost, old)",
+        "tests/wire/test_wire.py::test_the_residuals_are_what_the_averages_lack[gather]",
+    ),
+    Fault(
+        "residual-not-sent-later",
+        "csrc/kernels/codec_loops.h",
+        "x[i] = kResidual ? product + residual[i] : product;",
+        "x[i] = product;",
+        "tests/wire/test_wire.py::test_error_feedback_lets_nothing_be_lost[gather-fp8_e5m2]",
+    ),
+    Fault(
+        "non-finite-flag-of-the-last-element",
+        "csrc/kernels/norm_cpu.cpp",
+        "found |= static_cast<uint32_t>(!is_finite(data[i]));",
+        "found = static_cast<uint32_t>(!is_finite(data[i]));",
+        "tests/faults/test_nonfinite.py::test_one_element_that_is_not_finite_is_found_anywhere[inf]",
+    ),
+    Fault(
+        "squares-without-the-last-elements",
+        "csrc/kernels/norm_cpu.cpp",
+        "for (int64_t lane = 0; i + lane < numel; ++lane) add(lanes[lane], data[i + lane]);",
+        "",
+        "tests/faults/test_nonfinite.py::test_squares_are_those_of_the_plain_sum",
+    ),
+    Fault(
+        "digest-without-the-last-bytes",
+        "csrc/kernels/digest_cpu.cpp",
+        "rest > 0",
+        "rest > 8",
+        "tests/faults/test_digests.py::test_any_flipped_bit_changes_it[1]",
+    ),
+    Fault(
+        "sum-without-the-second-rank",
+        "csrc/kernels/sum_cpu.cpp",
+        "for (size_t r = 1; r < count; ++r) add(",
+        "for (size_t r = 2; r < count; ++r) add(",
+        "tests/ddp/test_shared_memory.py::test_more_ranks_average_in_their_order[3]",
+    ),
+    # --- csrc/reducer, csrc/transport
+    Fault(
+        "sum-instead-of-mean",
+        "csrc/reducer/reducer.cpp",
+        "how.scale = 1.0 / divisor_;",
+        "how.scale = 1.0;",
+        "tests/ddp/test_unused.py::test_every_pattern_of_use[options0]",
+    ),
+    Fault(
+        "stale-used-flags",
+        "csrc/reducer/reducer.cpp",
+        "  for (const auto& param : params_) param->used = false;\n"
+        "  backward_running_ = false;\n"
+        "  log_.count_steps",
+        "  backward_running_ = false;\n  log_.count_steps",
+        "tests/ddp/test_unused.py::test_every_pattern_of_use[options0]",
+    ),
+    Fault(
+        "first-bucket-not-received",
+        "csrc/reducer/reducer_wait.cpp",
+        "if (!finished) finish(i, used);",
+        "if (!finished && i > 0) finish(i, used);",
+        "tests/ddp/test_unused.py::test_every_pattern_of_use[options0]",
+    ),
+    Fault(
+        "used-flags-of-other-ranks-ignored",
+        "csrc/reducer/bucket.cpp",
+        "(flags_travelled && values[i] > 0.0F)",
+        "(flags_travelled && values[i] > 1.0F)",
+        "tests/ddp/test_unused.py::test_every_pattern_of_use[options0]",
+    ),
+    Fault(
+        "no-vote",
+        "csrc/reducer/plan_watch.cpp",
+        "vote_ = learned_ && out_of_order_steps_ >= kOutOfOrderSteps &&",
+        "vote_ = false && out_of_order_steps_ >= kOutOfOrderSteps &&",
+        "tests/ddp/test_launch_order.py::test_a_lasting_change_of_order_is_voted_into_a_new_plan",
+    ),
+    Fault(
+        "buffer-reused-too-early",
+        "csrc/transport/flat.cpp",
+        "if (flat().defined() && !(spec_.views && buffer_.held_by_others(references()))) return;",
+        "if (flat().defined()) return;",
+        "tests/ddp/test_gradient_views.py::test_saved_gradients_are_never_overwritten[data]",
+    ),
+    Fault(
+        "unused-parameters-change-residuals",
+        "csrc/transport/chained.cpp",
+        "if (!kept_.empty()) put_back_residuals(used);",
+        "",
+        "tests/wire/test_wire_unused.py::test_what_nobody_receives_is_kept[int4, gathered]",
+    ),
+    Fault(
+        "sharded-gradients-of-an-earlier-backward-lost",
+        "csrc/transport/scattered.cpp",
+        "(places_[i].faced ? accumulated : fresh).push_back(i);",
+        "fresh.push_back(i);",
+        "tests/zero/test_zero_wires.py::test_gradients_accumulate[1]",
+    ),
+    # --- csrc/codec, csrc/comm, csrc/shm
+    Fault(
+        "topk-sends-again-what-it-has-sent",
+        "csrc/codec/topk_coder.cpp",
+        "flat.index_add_(0, terms.positions, terms.values, -1);",
+        "",
+        "tests/wire/test_topk.py::test_the_residuals_are_what_the_averages_lack",
+    ),
+    Fault(
+        "own-part-read-for-that-of-others",
+        "csrc/shm/channel.cpp",
+        "return segments_[rank]->data() + other.offset",
+        "return segments_[rank_]->data() + other.offset",
+        "tests/ddp/test_shared_memory.py::test_exchanges_are_those_of_torch[3-dtype0-copied]",
+    ),
+    # --- csrc/fsdp
+    Fault(
+        "gradients-that-no-rank-has-are-zeros",
+        "csrc/fsdp/group_reduce.cpp",
+        "if (used[i] == 0.0) continue;",
+        "",
+        "tests/fsdp/test_fsdp.py::test_parameters_that_some_ranks_do_not_use",
+    ),
+    Fault(
+        "missing-unscale-of-large-gradients",
+        "csrc/fsdp/group_reduce.cpp",
+        "items.unpack(run_of(gradient, 0, gradient.numel()), scale, accumulate);",
+        "items.unpack(run_of(gradient, 0, gradient.numel()), 1.0, accumulate);",
+        "tests/fsdp/test_fsdp_shared_memory.py::test_weights_are_those_through_the_group[large-2]",
+    ),
+    Fault(
+        "large-shares-filled-from-one-place",
+        "csrc/fsdp/param_group.cpp",
+        "      if (place.direct) next += share.numel;\n    }\n    items.unpack(borrowed_",
+        "    }\n    items.unpack(borrowed_",
+        "tests/fsdp/test_fsdp_shared_memory.py::test_weights_are_those_through_the_group[large-2]",
+    ),
+    # --- csrc/fault
+    Fault(
+        "heartbeat-never-sent",
+        "csrc/comm/peers.cpp",
+        "    if (link.rank >= 0 && link.out.empty() && due) {",
+        "    if (false && link.rank >= 0 && link.out.empty() && due) {",
+        "tests/faults/test_faults.py"
+        "::test_a_death_is_named_on_every_other_rank[kill-backward-fp32-3]",
+    ),
+    Fault(
+        "wrong-rank-named-in-a-fault",
+        "csrc/fault/fault_events.cpp",
+        'const std::string rank = concat("rank ", news.about);',
+        'const std::string rank = concat("rank ", news.about + 1);',
+        "tests/faults/test_faults.py::test_a_death_is_named_on_every_other_rank[kill-backward-fp32-3]",
+    ),
+    Fault(
+        "wrong-step-named-in-a-fault",
+        "csrc/fault/fault_events.cpp",
+        'return concat("in the backward of step ", step, of_backward(at, names));',
+        'return concat("in the backward of step ", step + 1, of_backward(at, names));',
+        "tests/faults/test_faults.py::test_a_death_is_named_on_every_other_rank[kill-backward-fp32-3]",
+    ),
+    Fault(
+        "waiting-ranks-blamed",
+        "csrc/fault/fault_wait.cpp",
+        "(waits_too ? waiting : causes).push_back(report);",
+        "causes.push_back(report);",
+        "tests/faults/test_blamed_ranks.py"
+        "::test_a_rank_that_waits_for_late_ranks_alone_warns_of_them",
+    ),
+]
