@@ -25,6 +25,7 @@ def test_parts_hold_each_file_once():
     assert parts[0] | parts[1] | parts[2] == whole
 
 
+@pytest.mark.slow
 def test_a_part_that_is_none_is_an_error():
     code, _, text = collected("--part", "4/3")
     assert code and "--part is K/N, with K from 1 to N, such as 2/3" in text

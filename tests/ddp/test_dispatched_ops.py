@@ -51,6 +51,7 @@ def test_nor_where_ranks_share_the_optimizers_state_over_a_network():
     check({"zero": 2, "shared_memory": False, "wire": "int8", "parameter_wire": "int8"})
 
 
+@pytest.mark.slow
 def test_comparing_replicas_adds_none():
     """But for the sum, where it is a collective of a process group: torch's name for it, and
     Gloo's."""

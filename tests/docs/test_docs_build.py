@@ -38,6 +38,7 @@ def test_every_page_is_built_and_every_link_leads_somewhere(copy, tmp_path):
     assert {p.relative_to(copy).with_suffix(".html") for p in sources} <= built
 
 
+@pytest.mark.slow
 def test_broken_links_and_forgotten_pages_are_errors(copy, tmp_path):
     page = copy / "docs" / "wire.md"
     broken = "[a](missing.md) [b](zero.md#missing) [c](#missing) ![d](missing.svg)\n"

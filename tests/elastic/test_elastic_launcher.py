@@ -23,6 +23,7 @@ def test_survivors_end_well_when_rank_0_dies():
     assert len(sums) == 2 and len(set(sums)) == 1, output
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_started_again_and_catches_up():
     output = run_module("fastsync.elastic", *LAUNCH, "--restarts", 1, *SCRIPT, 100000, 0)
     assert "rank 0 was ended by SIGKILL; 2 ranks are running; it is started again" in output
@@ -69,6 +70,7 @@ def test_senseless_number_of_ranks():
     assert "--min-ranks must be from 1 to --nproc-per-node, 3, but is 4" in output
 
 
+@pytest.mark.slow
 def test_restarts_are_a_number_of_them():
     output = run_module("fastsync.elastic", *LAUNCH, "--restarts", -1, *SCRIPT, 1, 1, code=2)
     assert "--restarts must not be negative, but is -1" in output
@@ -183,6 +185,7 @@ def test_a_rank_joins_while_one_comes_back():
     check_all(output, range(4))
 
 
+@pytest.mark.slow
 def test_more_ranks_cannot_be_fewer():
     output = run_module("fastsync.elastic", *LAUNCH, "--max-ranks", 2, *SCRIPT, 1, 1, code=2)
     assert "--max-ranks must be at least --nproc-per-node, 3, but is 2" in output

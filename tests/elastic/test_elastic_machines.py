@@ -92,6 +92,7 @@ def test_too_few_ranks_on_all_machines_are_a_failure(port):
     assert "rank 3 was ended by SIGKILL" in outputs[1]
 
 
+@pytest.mark.slow(but=("options1---node-rank must be from 0 to 1",))
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -109,6 +110,7 @@ def test_options_that_make_no_sense_are_named(options, words):
     assert words in output
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_named():
     with socket.socket() as other:
         other.bind(("", 0))
@@ -118,6 +120,7 @@ def test_a_port_that_is_taken_is_named():
     assert f"--master-port {taken}: " in output
 
 
+@pytest.mark.slow
 def test_machines_with_other_numbers_of_ranks_are_refused(port):
     here = launch(port, 0, *SCRIPT, 1, -1)
     options = (*TWO[:-1], 3, "--master-port", port, "--node-rank", 1)

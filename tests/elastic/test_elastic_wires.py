@@ -87,7 +87,7 @@ def outcomes(tmp_path_factory, request):
     return outcomes_of(tmp_path_factory.mktemp("wires"), wanted, SCRIPT)
 
 
-@pytest.mark.slow(but=("int8-between",))
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, *REBUILDS])
 def test_survivors_weights_and_residuals_are_those_of_fewer_ranks(outcomes, case):
     outcome = outcomes[case]

@@ -109,7 +109,7 @@ def errors_of(outcome, rank):
     return outcome.seen[rank].get("error", "")
 
 
-@pytest.mark.slow("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [True, False])
 def test_the_death_of_both_that_have_a_share_is_named_by_all(tmp_path, memory):
     deaths = [(0, 2, "between"), (1, 2, "between")]

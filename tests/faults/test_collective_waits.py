@@ -104,6 +104,12 @@ PLACES = [
 ]
 
 
+@pytest.mark.slow(
+    but=(
+        "kept",
+        "joined",
+    )
+)
 @pytest.mark.parametrize(
     ("train", "world", "place", "names"), PLACES, ids=[train.__name__ for train, *_ in PLACES]
 )

@@ -69,7 +69,7 @@ def test_a_rank_that_is_stopped_is_not_taken_for_a_machine_that_is_lost():
         assert f"rank {WORLD - 1} does not answer" in seen[rank]["text"]
 
 
-@pytest.mark.slow("zero2")
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"zero": 2}], ids=["fp32", "zero2"])
 def test_who_catches_its_error_and_exits_is_not_taken_for_the_cause(options):
     """Rank 0's time is over a second before rank 1's, and its process ends at once."""
