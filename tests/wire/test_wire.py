@@ -163,7 +163,6 @@ def residual_mass(rank, world, wire):
     return ((mass - owed).norm() / owed.norm()).item(), (owed.norm() / mass.norm()).item()
 
 
-@pytest.mark.slow("two_shot")
 @pytest.mark.parametrize("form", ["two_shot", "gather"])
 def test_the_residuals_are_what_the_averages_lack(form):
     policy = Wire("int4", form=form)
