@@ -179,6 +179,8 @@ def check_death(job, ending):
     how = "was killed by SIGKILL" if job[0] == "kill" else "exited with code 3"
     for seen in ending.others:
         assert how in seen["reason"] or "ended without a word" in seen["reason"], str(ending)
+        ended = rf"rank {FAULTY} ({how}|ended without a word)"
+        assert re.search(ended, seen["text"]), str(ending)
 
 
 def check_raise(job, ending):
