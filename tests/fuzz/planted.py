@@ -3,7 +3,7 @@
 A fault is planted in a copy of this checkout. If it is in C++, the extension is compiled anew;
 ccache saves most of that. A test that still passes does not show what it is there for::
 
-    python -m tests.fuzz.planted                  # all of them: an hour on two cores
+    python -m tests.fuzz.planted                  # all of them: about an hour
     python -m tests.fuzz.planted --only int4      # those with "int4" in their names, or files
 """
 

@@ -525,13 +525,6 @@ FAULTS = [
         "if (flat().defined()) return;",
         "tests/ddp/test_gradient_views.py::test_saved_gradients_are_never_overwritten[data]",
     ),
-    Fault(
-        "sharded-gradients-of-an-earlier-backward-lost",
-        "csrc/transport/scattered.cpp",
-        "(places_[i].faced ? accumulated : fresh).push_back(i);",
-        "fresh.push_back(i);",
-        "tests/zero/test_zero_wires.py::test_gradients_accumulate[1]",
-    ),
     # --- csrc/codec, csrc/comm, csrc/shm
     Fault(
         "topk-sends-again-what-it-has-sent",
@@ -554,13 +547,6 @@ FAULTS = [
         "if (used[i] == 0.0) continue;",
         "",
         "tests/fsdp/test_fsdp.py::test_parameters_that_some_ranks_do_not_use",
-    ),
-    Fault(
-        "missing-unscale-of-large-gradients",
-        "csrc/fsdp/group_reduce.cpp",
-        "items.unpack(run_of(gradient, 0, gradient.numel()), scale, accumulate);",
-        "items.unpack(run_of(gradient, 0, gradient.numel()), 1.0, accumulate);",
-        "tests/fsdp/test_fsdp_shared_memory.py::test_weights_are_those_through_the_group[large-2]",
     ),
     Fault(
         "large-shares-filled-from-one-place",
