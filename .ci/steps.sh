@@ -5,9 +5,9 @@ tests() {
   timeout 2400 make test ARGS=--durations=40 2>&1 | tee "$log" || once_more "$log" test "not slow"
 }
 
-# What `make test` leaves out: a fifth of the files, others from commit to commit, since all would take too long.
+# What `make test` leaves out: a tenth of the files, others from commit to commit, since all would take too long.
 other_tests() {
-  local part=$((16#$(git rev-parse HEAD | head -c 6) % 5 + 1))/5 log=$WORK/other-tests-$NEWEST_TORCH.log
+  local part=$((16#$(git rev-parse HEAD | head -c 6) % 10 + 1))/10 log=$WORK/other-tests-$NEWEST_TORCH.log
   timeout 3300 make test-all ARGS="-m slow --durations=40 --part $part" 2>&1 | tee "$log" ||
     once_more "$log" test-all slow
 }
