@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 from fastsync import FastDDP, RankMismatchError, Wire, fully_shard
 from fastsync.testing import RankError, run_ranks
@@ -84,6 +85,22 @@ def both(rank, world, make):
 def test_weights_are_those_through_the_group(world, way):
     for same in run_ranks(both, world, WAYS[way]):
         assert all(same)
+
+
+def gradients_beside_ddp(rank, world, way):
+    os.environ["FASTSYNC_SHM"] = {"memory": "1", "group": "0"}[way]
+    found = []
+    for model in (by_large_units(), DistributedDataParallel(net(2, width=256))):
+        (2**20 * loss_of(model, words(rank, 0))).backward()  # or all were nearly zeros
+        grads = [param.grad for param in model.parameters()]
+        found.append([g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads])
+    return found
+
+
+@pytest.mark.parametrize("way", ["memory", "group"])
+def test_gradients_of_large_shares_are_those_of_ddp(way):
+    for ours, theirs in run_ranks(gradients_beside_ddp, 2, way):
+        torch.testing.assert_close(ours, theirs)
 
 
 def without_memory(rank, world):

@@ -570,4 +570,12 @@ FAULTS = [
         'const std::string rank = concat("rank ", news.about + 1);',
         "tests/faults/test_faults.py::test_a_death_is_named_on_every_other_rank[kill-backward-fp32-3]",
     ),
+    Fault(
+        "missing-unscale-of-large-gradients",
+        "csrc/fsdp/group_reduce.cpp",
+        "items.unpack(run_of(gradient, 0, gradient.numel()), scale, accumulate);",
+        "items.unpack(run_of(gradient, 0, gradient.numel()), 1.0, accumulate);",
+        "tests/fsdp/test_fsdp_shared_memory.py"
+        "::test_gradients_of_large_shares_are_those_of_ddp[memory]",
+    ),
 ]
