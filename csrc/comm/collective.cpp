@@ -253,8 +253,7 @@ class ProcessGroupCollective final : public Collective {
                                        const at::Tensor& mine) override {
     if (on_gloo(gathered)) {
       return exchange_parts(equal_parts(gathered),
-                            std::vector<at::Tensor>(static_cast<size_t>(size()), mine),
-                            kGatherTag);
+                            std::vector<at::Tensor>(static_cast<size_t>(size()), mine), kGatherTag);
     }
     return gather_by_backend(*group_, gathered, mine);
   }

@@ -188,8 +188,7 @@ std::string Channel::cause_of_misfit(const Sum& sum, size_t rank) const {
 const std::byte* Channel::part_of(const Sum& exchange, size_t rank) const {
   const Entry& other = entry(rank, exchange.number);
   FS_CHECK(fits(other, exchange), "rank ", rank_, " exchanges ", exchange.mine.numel,
-           " bytes with the others, but rank ", rank, " others",
-           cause_of_misfit(exchange, rank));
+           " bytes with the others, but rank ", rank, " others", cause_of_misfit(exchange, rank));
   return segments_[rank]->data() + other.offset.load(std::memory_order_relaxed);
 }
 

@@ -249,7 +249,7 @@ def test_a_daemon_ends_when_the_command_is_interrupted(tmp_path):
 @pytest.mark.slow
 def test_interrupts_reach_what_tests_start_in_the_background_of_a_shell():
     """Run it where SIGINT is ignored, as in `make test &`."""
-    wanted = "tests/gpu/test_gpu_all.py -k test_a_daemon_ends_when_the_command_is_interrupted"
+    wanted = "tests/gpu/test_gpu_all.py -m '' -k test_a_daemon_ends_when_the_command_is_interrupted"
     command = f"trap '' INT; exec {sys.executable} -m pytest {wanted}"
     done = subprocess.run(
         ["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=300
