@@ -24,6 +24,19 @@ def arrive(rank, world, absent):
     return ""
 
 
+def comes_late(rank, world):
+    """Return the ranks that had come when this one went on."""
+    store = group_store(dist.group.WORLD)
+    time.sleep(0.3 * rank)
+    store.set(f"came {rank}", "")
+    Rendezvous(dist.group.WORLD, "late", 10.0).meet("nothing in particular")
+    return [other for other in range(world) if store.check([f"came {other}"])]
+
+
+def test_nobody_goes_on_before_all_have_come():
+    assert run_ranks(comes_late, 3) == [[0, 1, 2]] * 3
+
+
 def test_all_come():
     assert run_ranks(arrive, 3, ()) == ["", "", ""]
 

@@ -423,6 +423,13 @@ FAULTS = [
         '"alike"',
         "tests/faults/test_rendezvous.py::test_ranks_learn_whether_they_agree",
     ),
+    Fault(
+        "meeting-ends-before-all-have-come",
+        "fastsync/faults/rendezvous.py",
+        'if store.add(f"{place}/count", 1) == self._world:',
+        'if store.add(f"{place}/count", 1) == self._world - 1:',
+        "tests/faults/test_rendezvous.py::test_nobody_goes_on_before_all_have_come",
+    ),
     # --- csrc/kernels
     Fault(
         "integers-rounded-down",
