@@ -542,7 +542,7 @@ STEPS = {
     "saved on some ranks": Stage(
         saved_on_some_ranks, lambda w: w.drawn.zero and free_use(w), weight=3
     ),
-    "reset in between": Stage(reset_in_between, weight=2),
+    "reset in between": Stage(reset_in_between, lambda w: w.drawn.theme != "skip", weight=2),
     "gradient penalty": Stage(
         penalised, lambda w: outputs_are_seen(w) and not w.drawn.mixed and not w.drawn.alike
     ),
