@@ -7,7 +7,7 @@ import torch
 
 from tests.fuzz.random_cases import rule
 from tests.fuzz.random_cases.drawing import draw
-from tests.fuzz.random_cases.endings import change_layers, ending_of
+from tests.fuzz.random_cases.endings import LAYERS_CHANGE, change_layers, layers_change
 from tests.fuzz.random_cases.stages import BEFORE, STEPS, accumulate, applicable
 from tests.fuzz.random_cases.tree import Tree
 from tests.fuzz.random_cases.wrapped import Twins, Wrapped
@@ -25,7 +25,7 @@ class Case:
     def __init__(self, seed, seat, note):
         self.seat = seat
         self.note = note
-        self.ending = ending_of(seed)
+        self.layers_change = layers_change(seed)
         self.rng = random.Random(seed)  # the same on every rank
         self.mine = random.Random(1000 * seed + seat.rank + 1)  # this rank's own
         torch.default_generator.manual_seed(seed)
@@ -55,8 +55,8 @@ class Case:
         for model in self.models:
             model.twins.check_saved()
             self.check_plan(model)
-        if self.ending is not None:
-            self.note(self.ending)
+        if self.layers_change:
+            self.note(LAYERS_CHANGE)
             change_layers(self.rng.choice(self.models))
 
     def step(self):

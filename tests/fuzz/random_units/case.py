@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 from fastsync import fully_shard
 from fastsync.fsdp.module_hooks import state_of
-from tests.fuzz.random_cases.endings import ending_of, refused
+from tests.fuzz.random_cases.endings import LAYERS_CHANGE, layers_change, refused
 from tests.fuzz.random_cases.tree import WIDTH, Fault
 from tests.fuzz.random_units.tree import Leaf, Uses, build, modules_of
 from tests.fuzz.random_units.wires import draw_wires
@@ -58,7 +58,7 @@ class UnitCase:
     """
 
     def __init__(self, seed, seat, note):
-        self.seat, self.note, self.ending = seat, note, ending_of(seed)
+        self.seat, self.note, self.layers_change = seat, note, layers_change(seed)
         self.rng, self.mine = random.Random(seed), random.Random(1000 * seed + seat.rank + 1)
         torch.default_generator.manual_seed(seed)
         self.inputs = torch.Generator().manual_seed(self.mine.randrange(1 << 40))
@@ -164,8 +164,8 @@ class UnitCase:
                 BETWEEN[name](self)
             self.step()
         self.compare_weights()
-        if self.ending is not None:
-            self.note(self.ending)
+        if self.layers_change:
+            self.note(LAYERS_CHANGE)
             self.change_layers()
 
     def change_layers(self):
