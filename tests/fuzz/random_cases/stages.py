@@ -141,8 +141,10 @@ def kept_as_before(wrapped):
 
 
 def reset_by_hand(wrapped):
-    """Change gradients by hand: on all ranks, where gradients are spread over them."""
-    draws = wrapped.rng if wrapped.drawn.zero else wrapped.mine
+    """Change gradients by hand: on all ranks, where gradients are spread over them or ranks promise
+    to leave out the same ones."""
+    together = wrapped.drawn.zero or wrapped.drawn.theme == "skip"
+    draws = wrapped.rng if together else wrapped.mine
     wrapped.note(f"reset: {wrapped.twins.reset(draws)}")
     gone = {i for i, (_, theirs) in enumerate(wrapped.twins.params) if theirs.grad is None}
     for each in (wrapped, *wrapped.siblings):
@@ -283,7 +285,7 @@ BEFORE = {
     "restart": Stage(restart, lambda w: not w.siblings),
     "wrapped again": Stage(rewrap, lambda w: not (w.siblings or w.pending)),
     "load weights": Stage(load_weights),
-    "reset by hand": Stage(reset_by_hand, lambda w: w.drawn.theme != "skip"),
+    "reset by hand": Stage(reset_by_hand),
     "wire": Stage(change_wire, may_change_wire, weight=2),
     "thaw": Stage(thaw, free_use, weight=2),
     "order": Stage(turn, free_use, weight=2),
@@ -542,7 +544,7 @@ STEPS = {
     "saved on some ranks": Stage(
         saved_on_some_ranks, lambda w: w.drawn.zero and free_use(w), weight=3
     ),
-    "reset in between": Stage(reset_in_between, lambda w: w.drawn.theme != "skip", weight=2),
+    "reset in between": Stage(reset_in_between, weight=2),
     "gradient penalty": Stage(
         penalised, lambda w: outputs_are_seen(w) and not w.drawn.mixed and not w.drawn.alike
     ),

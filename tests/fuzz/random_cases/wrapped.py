@@ -351,13 +351,12 @@ class Wrapped:
         used = self.choose() if used is None else used
         x = self.input().requires_grad_()
         inputs = (x, x.detach().clone().requires_grad_())
-        changes = self.drawn.theme != "skip"  # not drawn there yet: a case has hung
-        view = changes and self.mine.random() < 0.2
+        view = self.mine.random() < 0.2
         ours = (self.tree if bare else self.model)(inputs[0], used, view=view)
         mixed = self.drawn.mixed
         self.twins.twin.low = None if bare or mixed is None else mixed.param_dtype
         made = Forward(inputs, ours, self.twins.twin(inputs[1], used, view=view))
-        if changes and self.mine.random() < 0.2:
+        if self.mine.random() < 0.2:
             self.note("in place on a view" if view else "in place")
             for loss in made.losses():
                 loss.div_(torch.full((), 2.0)).add_(1.0)
