@@ -80,7 +80,9 @@ class Exact:
         optimizer.state[stepped] = self.state
         optimizer.step()
         self.moved = ~same_elements(before, self.master)
-        if param.grad is not None:
+        # Where a script has written to part of what a step had rounded, that is rounded again.
+        again = rounding is not None and bool(written.any())
+        if param.grad is not None or again:
             param.data.copy_(stepped.data if rounding is None else rounding(stepped))
 
 
