@@ -190,6 +190,6 @@ BLOCK = re.compile(r"<!-- from (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
 def test_the_document_shows_what_runs():
     text = (ROOT / "docs/wire.md").read_text()
     shown = BLOCK.findall(text)
-    assert {name for name, _ in shown} == {"examples/custom_codec.py", "examples/custom_codec.cpp"}
+    assert {name for name, _ in shown} == {"examples/custom_codec.py"}
     for name, code in shown:
         assert code in (ROOT / name).read_text()
