@@ -34,6 +34,7 @@ def with_store(rank, world, work):
     `work` is given what cuts it.
     """
     place = served_at(group_store(default_group()))
+    dist.barrier()  # a rank that leaves the first group would end others' connecting to it
     dist.destroy_process_group()
     before = connections(place)
     store = PrefixStore("cut", TCPStore(*place, is_master=False))
