@@ -220,10 +220,22 @@ class ProcessGroupCollective final : public Collective {
   }
 
   std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override {
-    if (flat.is_sparse() && on_gloo(flat)) return sum_rows(flat);
     std::vector<at::Tensor> buffers{flat};
     return start(
         *group_, "all-reduce", {flat}, [&] { return group_->allreduce(buffers); }, patience_);
+  }
+
+  // See [Note: sparse sums over Gloo]. The group's own collectives, which keep the order of several
+  // models' buckets.
+  std::unique_ptr<InFlight> all_reduce_rows(const at::Tensor& rows, SendDense dense,
+                                            at::Device device) override {
+    if (!has_messages(device)) {
+      return Collective::all_reduce_rows(rows, std::move(dense), device);
+    }
+    return sum_sparse_rows(rows, std::move(dense), size(),
+                           [group = group_](const at::Tensor& gathered, const at::Tensor& mine) {
+                             return gather_by_backend(*group, gathered, mine);
+                           });
   }
 
   std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
@@ -292,15 +304,6 @@ class ProcessGroupCollective final : public Collective {
     at::Tensor out = gathered;
     at::Tensor in = mine;
     return start(group, "all-gather", {out, in}, [&] { return all_gather_on(group, out, in, 0); });
-  }
-
-  // See [Note: sparse sums over Gloo]. The group's own collectives, which keep the order of several
-  // models' buckets.
-  std::unique_ptr<InFlight> sum_rows(const at::Tensor& rows) {
-    return sum_sparse_rows(rows, size(),
-                           [group = group_](const at::Tensor& gathered, const at::Tensor& mine) {
-                             return gather_by_backend(*group, gathered, mine);
-                           });
   }
 
   std::unique_ptr<InFlight> send_to_others(const at::Tensor& received, const at::Tensor& sent) {

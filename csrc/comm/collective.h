@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,6 +18,9 @@
 #include "messages.h"
 
 namespace fastsync::comm {
+
+// Sends a rank's tensor as a dense one.
+using SendDense = std::function<std::unique_ptr<InFlight>()>;
 
 class Collective {
  public:
@@ -44,9 +48,15 @@ class Collective {
 
   // Sum over ranks, in place. Averages are sums of gradients that were scaled before: a result
   // never overflows where the average is finite, and every rank issues the same operation whether
-  // it had something to pack or not. Sparse tensors too, coalesced, where the backend can (Gloo):
-  // their sum is what wait() returns.
+  // it had something to pack or not.
   virtual std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) = 0;
+  // The same for coalesced sparse tensors, where the backend can (Gloo): their sum is what wait()
+  // returns. `rows`: undefined if this rank's tensor is dense. Then `dense` sends it, and Gloo has
+  // all ranks call theirs; other backends need tensors of one layout on all ranks.
+  virtual std::unique_ptr<InFlight> all_reduce_rows(const at::Tensor& rows, SendDense dense,
+                                                    at::Device /*device*/) {
+    return rows.defined() ? all_reduce(rows) : dense();
+  }
   // The same, and the sum of the squares of the first `squared` elements of the result, in parts:
   // fp64, in `squares`, of make_squares(flat). No rank reads for that what it would not read
   // anyway.

@@ -13,29 +13,33 @@
 namespace fastsync::comm {
 namespace {
 
+constexpr int64_t kDense = -1;  // in place of a number of rows
+
 class RowsInFlight final : public CalledByWait<> {
  public:
-  // `rows`: coalesced.
-  RowsInFlight(const at::Tensor& rows, int64_t ranks, GatherRows gather)
+  RowsInFlight(const at::Tensor& rows, SendDense dense, int64_t ranks, GatherRows gather)
       : rows_(rows),
+        dense_(std::move(dense)),
         counts_(ops::make_scratch({ranks}, at::kLong, at::kCPU)),
         gather_(std::move(gather)) {
     const at::Tensor count = ops::make_zeros({1}, at::kLong, at::kCPU);
-    *count.mutable_data_ptr<int64_t>() = rows.indices().size(1);
+    *count.mutable_data_ptr<int64_t>() = rows.defined() ? rows.indices().size(1) : kDense;
     counting_ = gather_(counts_, count);
   }
 
   at::Tensor wait() override {
     const at::NoGradGuard no_grad;
     counting_->wait();
-    const at::Tensor sum = summed();
+    const int64_t* counts = counts_.const_data_ptr<int64_t>();
+    const bool any_dense =
+        std::find(counts, counts + counts_.numel(), kDense) != counts + counts_.numel();
+    const at::Tensor sum = any_dense ? dense_()->wait() : sum_of_rows(counts);
     call();
     return sum;
   }
 
  private:
-  at::Tensor summed() const {
-    const int64_t* counts = counts_.const_data_ptr<int64_t>();
+  at::Tensor sum_of_rows(const int64_t* counts) const {
     const int64_t most = *std::max_element(counts, counts + counts_.numel());
     if (most == 0) return rows_;
     const at::Tensor positions = everyones(rows_.indices().t(), counts, most).t();
@@ -60,6 +64,7 @@ class RowsInFlight final : public CalledByWait<> {
   }
 
   at::Tensor rows_;
+  SendDense dense_;
   at::Tensor counts_;
   GatherRows gather_;
   std::unique_ptr<InFlight> counting_;
@@ -67,9 +72,9 @@ class RowsInFlight final : public CalledByWait<> {
 
 }  // namespace
 
-std::unique_ptr<InFlight> sum_sparse_rows(const at::Tensor& rows, int64_t ranks,
+std::unique_ptr<InFlight> sum_sparse_rows(const at::Tensor& rows, SendDense dense, int64_t ranks,
                                           GatherRows gather) {
-  return std::make_unique<RowsInFlight>(rows, ranks, std::move(gather));
+  return std::make_unique<RowsInFlight>(rows, std::move(dense), ranks, std::move(gather));
 }
 
 }  // namespace fastsync::comm

@@ -38,6 +38,10 @@ class ShmMessages final : public Collective {
   std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override {
     return group_->all_reduce(flat);
   }
+  std::unique_ptr<InFlight> all_reduce_rows(const at::Tensor& rows, SendDense dense,
+                                            at::Device device) override {
+    return group_->all_reduce_rows(rows, std::move(dense), device);
+  }
   std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
                                        const at::Tensor& sent) override {
     return group_->all_to_all(received, sent);

@@ -60,10 +60,13 @@ std::shared_ptr<comm::Collective> sum_over(const BucketSpec& spec, const Routes&
 
 SendRows send_rows(const Slots& slots, const Routes& routes, HookPlace place) {
   if (!routes.hook) {
-    return [group = routes.group](const at::Tensor& rows) { return group->all_reduce(rows); };
+    const at::Device device = slots.front().param->tensor.device();
+    return [group = routes.group, device](const at::Tensor& rows, comm::SendDense dense) {
+      return group->all_reduce_rows(rows, std::move(dense), device);
+    };
   }
-  return [hook = routes.hook, &slots, place](const at::Tensor& rows) {
-    return hook->run(hook_bucket(slots, rows, place));
+  return [hook = routes.hook, &slots, place](const at::Tensor& rows, const comm::SendDense& dense) {
+    return rows.defined() ? hook->run(hook_bucket(slots, rows, place)) : dense();
   };
 }
 

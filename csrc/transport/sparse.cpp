@@ -42,17 +42,19 @@ class Sparse final : public Transport {
     const at::NoGradGuard no_grad;
     const Parameter& param = *slots_.front().param;
     const at::Tensor& grad = slots_.front().grad();
-    is_dense_ = grad.defined() && !grad.is_sparse();
-    if (is_dense_) return dense_->pack(how);
-    rows_ = empty_rows(param);
+    how_ = how;
+    is_dense_ = false;
     flags_ = flags(used_flag(slots_.front()), how.vote);
-    if (!grad.defined()) return;
-    const double scale = is_users() ? 1.0 : how.scale;
-    rows_ = grad.to(param.dtype()).mul(scale).coalesce();
+    rows_ = at::Tensor();
+    if (!grad.defined()) {
+      rows_ = empty_rows(param);
+    } else if (grad.is_sparse()) {
+      rows_ = grad.to(param.dtype()).mul(is_users() ? 1.0 : how.scale).coalesce();
+    }
   }
 
   std::unique_ptr<comm::InFlight> launch() override {
-    return is_dense_ ? dense_->launch() : send(rows_, flags_);
+    return send(rows_, [this] { return launch_dense(); }, flags_);
   }
 
   void receive(const at::Tensor& result) override {
@@ -77,17 +79,18 @@ class Sparse final : public Transport {
     if (in_flight) flags_ = at::Tensor();
   }
 
-  Shadow shadow(uint64_t /*step*/) override {
+  Shadow shadow(uint64_t step) override {
     const at::NoGradGuard no_grad;
     const at::Tensor none = flags(/*used=*/0.0F, /*vote=*/false);
-    auto in_flight = send(empty_rows(*slots_.front().param), none);
+    const auto dense = [this, step] { return dense_->shadow(step).in_flight; };
+    auto in_flight = send(empty_rows(*slots_.front().param), dense, none);
     return Shadow{std::move(in_flight), [this, none] { return vote_in(none); }};
   }
 
   bool is_users() const override { return dense_->is_users(); }
-  bool has_flags() const override { return is_dense_ ? dense_->has_flags() : flags_.defined(); }
-  at::Tensor flags() const override { return is_dense_ ? dense_->flags() : flags_.narrow(0, 0, 1); }
-  at::Tensor vote() const override { return is_dense_ ? dense_->vote() : vote_in(flags_); }
+  bool has_flags() const override { return flags_.defined(); }
+  at::Tensor flags() const override { return flags_.narrow(0, 0, 1); }
+  at::Tensor vote() const override { return vote_in(flags_); }
   int64_t bytes() const override { return dense_->bytes(); }
   int64_t sent_bytes() const override { return dense_->sent_bytes(); }
 
@@ -107,8 +110,18 @@ class Sparse final : public Transport {
     return flags.defined() ? flags.narrow(0, 1, 1) : at::Tensor();
   }
 
-  std::unique_ptr<comm::InFlight> send(const at::Tensor& rows, const at::Tensor& flags) const {
-    auto sent = send_(rows);
+  std::unique_ptr<comm::InFlight> launch_dense() {
+    const at::NoGradGuard no_grad;
+    at::Tensor& grad = slots_.front().param->tensor.mutable_grad();
+    if (grad.defined() && grad.is_sparse()) grad = grad.to_dense();
+    is_dense_ = true;
+    dense_->pack(how_);
+    return dense_->launch();
+  }
+
+  std::unique_ptr<comm::InFlight> send(const at::Tensor& rows, comm::SendDense dense,
+                                       const at::Tensor& flags) const {
+    auto sent = send_(rows, std::move(dense));
     if (!flags_group_) return sent;
     std::vector<std::unique_ptr<comm::InFlight>> both;
     both.push_back(std::move(sent));
@@ -120,9 +133,10 @@ class Sparse final : public Transport {
   std::unique_ptr<Flat> dense_;
   SendRows send_;
   std::shared_ptr<comm::Collective> flags_group_;
-  bool is_dense_ = false;  // the gradient of this step
-  at::Tensor rows_;
-  at::Tensor flags_;  // sums, after the step
+  Packing how_;
+  bool is_dense_ = false;  // a gradient of this step, on any rank
+  at::Tensor rows_;        // undefined if this rank's gradient is dense
+  at::Tensor flags_;       // sums, after the step
 };
 
 }  // namespace

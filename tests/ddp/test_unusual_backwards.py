@@ -365,6 +365,52 @@ def test_sparse_embeddings():
         assert max(errors) < 1e-6
 
 
+class PartlyTied(nn.Module):
+    """An embedding with sparse gradients that `ties` also use as a matrix: dense gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(10, 3, sparse=True)
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, tokens, uses):
+        hidden = self.embed(tokens) if "rows" in uses else torch.ones(1, 3)
+        if "matrix" in uses:
+            hidden = hidden @ self.embed.weight.T @ self.embed.weight.detach()
+        return self.head(hidden).square().sum()
+
+
+def train_partly_tied(rank, world, joins):
+    """Return gradients, and those of one process with the batches of both ranks."""
+    warnings.simplefilter("ignore")
+    model, alone = FastDDP(PartlyTied()), PartlyTied()
+    uses = [("rows", "rows+matrix"), ("none", "matrix"), ("rows", "rows"), ("rows+matrix", "none")]
+    if joins:
+        uses += [("rows", "ended"), ("rows+matrix", "ended")]
+    found = []
+    with model.join(enable=joins):
+        for step, ranks in enumerate(uses):
+            if ranks[rank] == "ended":
+                break
+            model.zero_grad(), alone.zero_grad()
+            model(torch.tensor([rank, step]), ranks[rank]).backward()
+            for r in range(world):
+                if ranks[r] != "ended":
+                    (alone(torch.tensor([r, step]), ranks[r]) / world).backward()
+            found.append((model.module.embed.weight.grad, alone.embed.weight.grad))
+    return found
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_embeddings_that_one_rank_alone_ties(joins):
+    for found in run_ranks(train_partly_tied, 2, joins):
+        assert len(found) >= 4
+        for step, (ours, theirs) in enumerate(found):
+            assert ours.is_sparse == (step in (2, 4))
+            assert torch.allclose(ours.to_dense(), theirs.to_dense(), atol=1e-6), step
+
+
 def join_sparse(rank, world):
     warnings.simplefilter("ignore")
     model = FastDDP(Sparse())

@@ -86,11 +86,11 @@ class Exact:
             param.data.copy_(stepped.data if rounding is None else rounding(stepped))
 
 
-def _reset(way, param, dense):
-    """Change a gradient; ranks would have to agree on one that is `dense` after it was sparse."""
+def _reset(way, param):
+    """Change a gradient; what is set is dense, for an embedding with sparse gradients too."""
     if way == "none":
         param.grad = None
-    elif way == "set" and dense:
+    elif way == "set":
         param.grad = torch.ones_like(param)
     elif param.grad is not None and way == "zero":
         param.grad.detach_().zero_()
@@ -172,12 +172,11 @@ class Twins:
                 module.zero_grad(set_to_none=way == "module")
         else:
             inside = {id(ours) for ours, _ in self.params if rng.random() < 0.5}
-        kinds = dict(zip(map(id, self.tree.weights), self.tree.kinds, strict=True))
         for index, (ours, theirs) in enumerate(self.params):
             if id(ours) not in inside:
                 continue
             for param in (ours, theirs):
-                _reset(way, param, kinds[id(ours)] != "sparse")
+                _reset(way, param)
             self.forget(ours)
             if theirs.grad is None:
                 self.sums.pop(index, None)
