@@ -27,6 +27,7 @@ struct Wanted {
   std::vector<std::string> parameters;
   bool joins = true;             // the model has join()
   std::vector<int64_t> ranks{};  // the expected ones; empty: all
+  bool sharded = false;          // the ranks share parameters: all must gather a whole tensor
 };
 
 // When a waiting rank warns of the others.

@@ -177,6 +177,7 @@ std::optional<Fault> FaultWatch::find_fault(const Wanted& wanted, const Wanted& 
     ask(wanted);
     patience.asked = true;
   } else if (patience.asked && waited >= patience.next + seconds_of(kAnswers)) {
+    if (auto lone = find_lone_gather(wanted, waited)) return lone;
     const bool at_last = waited >= patience.next + seconds_of(kLastAnswers);
     if (warn(wanted, waited, at_last)) patience = {patience.next * kDistance};
   }
@@ -214,12 +215,20 @@ std::string description(const Mismatch& found) {
                 " has made one more: ", more, " is in a backward, and ", fewer, " is in none");
 }
 
-const char* remedy(const Mismatch& found) {
+constexpr const char* kWholeCopy =
+    "get a whole copy first, on every rank: "
+    "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True))";
+
+std::string remedy(const Mismatch& found) {
   if (!found.evaluation) return "Every rank has to make as many backwards that synchronise.";
-  return "Either have every rank evaluate, or get a whole copy first, on every rank: "
-         "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-         "options=StateDictOptions(full_state_dict=True)), and load it into a model that is not "
-         "wrapped.";
+  return concat("Either have every rank evaluate, or ", kWholeCopy,
+                ", and load it into a model that is not wrapped.");
+}
+
+// Whether a Python stack, innermost call first, is inside of DTensor.full_tensor().
+bool gathers_tensor(const std::string& stack) {
+  return stack.find(" in full_tensor\n") != std::string::npos;
 }
 
 }  // namespace
@@ -249,6 +258,29 @@ std::optional<Fault> FaultWatch::find_mismatch(const Wanted& wanted, double wait
   fault.seconds = waited;
   fault.parts = true;
   return fault;
+}
+
+// Finds a late rank that gathers a whole tensor, for which it needs this rank, which waits.
+std::optional<Fault> FaultWatch::find_lone_gather(const Wanted& wanted, double waited) const {
+  if (!wanted.sharded) return std::nullopt;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [rank, report] : late_) {
+    const News& news = report.news;
+    if (!lacks(news, wanted) || !gathers_tensor(news.text)) continue;
+    Fault fault;
+    fault.ranks = {rank};
+    fault.reason = "gathers a whole tensor alone";
+    fault.text = concat("fastsync: rank ", rank,
+                        " gathers a whole tensor by full_tensor(), which "
+                        "needs every rank, and rank ",
+                        rank_, " is not there: it has waited ", rounded(waited), " in ",
+                        wanted.place, ". Either have every rank call full_tensor(), or ",
+                        kWholeCopy, ".\nRank ", rank, ":\n", news.text);
+    fault.seconds = waited;
+    fault.parts = true;
+    return fault;
+  }
+  return std::nullopt;
 }
 
 // Throws once a rank is known to have ended. Waits for a moment, and longer if an end is to be

@@ -176,6 +176,7 @@ class FaultWatch {
   std::optional<Fault> find_fault(const Wanted& wanted, const Wanted& newest, double waited,
                                   Patience& patience);
   std::optional<Fault> find_mismatch(const Wanted& wanted, double waited) const;
+  std::optional<Fault> find_lone_gather(const Wanted& wanted, double waited) const;
   std::optional<Fault> find_overdue(const Wanted& wanted, double waited, Patience& patience);
   DeviceMonitor::Listener device_listener();
   bool is_troubled();

@@ -149,6 +149,7 @@ Wanted Movement::What::wanted() const {
   result.place = place();
   result.parameters = unit->parameters;
   result.joins = false;
+  result.sharded = direction != Direction::kSum;
   return result;
 }
 

@@ -2,6 +2,7 @@
 rank may do.
 """
 
+import os
 from functools import partial
 
 import pytest
@@ -57,6 +58,35 @@ def test_one_rank_that_evaluates_is_an_error_on_every_rank(who, world, stage):
         assert "have every rank evaluate" in raised
         assert "full_state_dict=True" in raised
         assert unchanged
+
+
+def one_gathers_a_tensor(who, rank, world, stage):
+    """Return how the error of this rank reads, where rank `who` calls full_tensor().
+
+    Others do so only after their error, so that it comes back.
+    """
+    os.environ["FASTSYNC_STALL_WARN"] = "0.5"
+    model = STAGES[stage](net())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    train(model, optimizer, rank, range(2))
+    try:
+        if rank == who:
+            full(model)
+        train(model, optimizer, rank, range(2, 5))
+    except Exception as error:
+        if rank != who:
+            full(model)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.slow(turns="stage")
+@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
+def test_one_rank_that_gathers_a_tensor_is_an_error_on_every_rank(stage):
+    raised = run_ranks(partial(one_gathers_a_tensor, 1), 2, stage, timeout=40.0)
+    for said in raised:
+        assert "rank 1 gathers a whole tensor by full_tensor()" in said, said
+        assert "full_state_dict=True" in said
 
 
 def one_leaves_out(who, rank, world, stage):
