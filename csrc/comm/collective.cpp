@@ -17,7 +17,6 @@
 #include "../check.h"
 #include "../ops/buffers.h"
 #include "../ops/ops.h"
-#include "sparse_rows.h"
 
 namespace fastsync::comm {
 namespace {

@@ -7,7 +7,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,11 +15,9 @@
 #include "in_flight.h"
 #include "incoming.h"
 #include "messages.h"
+#include "sparse_rows.h"
 
 namespace fastsync::comm {
-
-// Sends a rank's tensor as a dense one.
-using SendDense = std::function<std::unique_ptr<InFlight>()>;
 
 class Collective {
  public:

@@ -17,10 +17,12 @@
 #include <functional>
 #include <memory>
 
-#include "collective.h"
+#include "in_flight.h"
 
 namespace fastsync::comm {
 
+// Sends a rank's tensor as a dense one.
+using SendDense = std::function<std::unique_ptr<InFlight>()>;
 using GatherRows =
     std::function<std::unique_ptr<InFlight>(const at::Tensor& gathered, const at::Tensor& mine)>;
 
