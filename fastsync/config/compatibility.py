@@ -227,6 +227,12 @@ ROWS = (
         "look for NaN in the hook, and use nonfinite='ignore'",
     ),
     Row(
+        "on_preemption",
+        "join",
+        "a rank that has run out of inputs does not come to where on_preemption is called",
+        _INPUTS,
+    ),
+    Row(
         "replicas",
         "join",
         "a rank without inputs makes no optimizer steps, so that its weights are others until the "

@@ -31,12 +31,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
-from torch import nn
 
 from fastsync._torch import (
+    Front,
     break_group,
     connect_group,
     group_timeout,
@@ -50,7 +50,6 @@ from fastsync.config.elastic_policy import ElasticPolicy
 from fastsync.ddp.ddp_objects import DDPReducer
 from fastsync.ddp.elastic_limits import unfit
 from fastsync.ddp.rank_identity import RankIdentity
-from fastsync.ddp.skipping import SkippingDDP
 from fastsync.faults.survivors import Decision, Standing, Survivors
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.reducer.engine import Engine
@@ -61,7 +60,7 @@ from fastsync.zero.sharded_optimizer import ShardedOptimizers
 if TYPE_CHECKING:
     from fastsync.reducer.core import FaultWatch, Reducer
 
-__all__ = ["Elastic", "ElasticDDP", "Membership"]
+__all__ = ["Elastic", "Membership", "make_elastic"]
 
 _log = logging.getLogger("fastsync")
 _FAILS, _TAKES, _AGAIN = 0, 1, 2  # as csrc/reducer/survival.h numbers verdicts
@@ -109,14 +108,14 @@ class Elastic:
 
     def __init__(
         self,
-        front: ElasticDDP,
+        model: Front,
         engine: Engine,
         policy: ElasticPolicy,
         identity: RankIdentity,
         sharded: ShardedOptimizers | None,
     ) -> None:
         group = engine.group
-        self._front, self._engine, self._policy = weakref.ref(front), engine, policy
+        self._model, self._engine, self._policy = weakref.ref(model), engine, policy
         self.identity, self._me, self._started = identity, identity.rank, identity.started
         self.timeout = group_timeout(group) or timedelta(minutes=30)
         checksum = zlib.crc32("\n".join(p.name for p in engine.params).encode())
@@ -355,9 +354,9 @@ class Elastic:
         since = self._engine.core.steps() + 1
         self.now = Membership(ranks.index(self._me), ranks, self._epoch, since, group)
         self._done = 0  # as on a rank that comes back
-        front = self._front()
-        if front is not None:
-            front.process_group = group
+        model = self._model()
+        if model is not None:
+            model.process_group = group
 
     def _say(self, before: Membership) -> None:
         if self.now.rank != min(self.now.ranks.index(rank) for rank in self._decided.survivors):
@@ -380,65 +379,42 @@ def _refuse(reducer: Reducer) -> None:
 
 
 def _alive(elastic: weakref.ref[Elastic]) -> Elastic:
-    """Return the object whose front makes a step, or a plan."""
+    """Return the object whose model makes a step, or a plan."""
     found = elastic()
     assert found is not None
     return found
 
 
-class ElasticDDP(SkippingDDP):
-    """Front whose training may survive the death of ranks."""
+def make_elastic(model: Front, engine: Engine, policy: ElasticPolicy) -> Elastic | None:
+    """Make a complete model elastic; refuse what cannot be survived. None if it is alone.
 
-    _elastic: Elastic | None = None
-
-    @property
-    def elastic(self) -> Membership | None:
-        """Return the ranks that train at present; None without `elastic=`."""
-        return None if self._elastic is None else self._elastic.now
-
-    def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = cast(Any, super()).__getstate__()
-        for name in ("_elastic", "_guards"):  # made anew for a copy
-            state.pop(name, None)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        cast(Any, super()).__setstate__(state)
-        engine = cast(Any, self)._engine
-        if engine.policy.elastic is not None:
-            self._become_elastic(engine, engine.policy.elastic)
-
-    def _become_elastic(self, engine: Engine, policy: ElasticPolicy) -> None:
-        """Make the model elastic once all else is there; refuse what cannot be survived.
-
-        Raises:
-            ValueError: on every rank alike.
-        """
-        module = cast(nn.Module, self.module)
-        delays = bool(self._delay_all_reduce_params) or self._delay_all_reduce_all_params
-        broadcasts = bool(self.modules_buffers) and self.broadcast_buffers
-        for what in unfit(module, engine, delays, broadcasts):
-            raise ValueError(f"elastic does not go with {what}")
-        identity = RankIdentity.of(engine.group)
-        began = 1 if identity is None else identity.started
-        if began < policy.min_ranks:
-            raise ValueError(
-                f"elastic: min_ranks is {policy.min_ranks}, but only {began} ranks begin the "
-                "training"
-            )
-        if identity is None:
-            return
-        sharded = cast(DDPReducer, self.reducer).sharded
-        elastic = self._elastic = Elastic(self, engine, policy, identity, sharded)
-        if identity.returns:
-            engine.on_step = _refuse
-        me = weakref.ref(elastic)  # the reducer must not keep its engine alive
-        if sharded is not None:
-            sharded.delivery.share_late = lambda: _alive(me).share_late()
-            sharded.delivery.until_all = lambda task: _alive(me).until_all(task)
-        engine.core.survive(
-            lambda *found: _alive(me).meet(*found),
-            lambda: _alive(me).rebuild(),
-            elastic.timeout.total_seconds(),
+    Raises:
+        ValueError: on every rank alike.
+    """
+    delays = bool(model._delay_all_reduce_params) or model._delay_all_reduce_all_params
+    broadcasts = bool(model.modules_buffers) and model.broadcast_buffers
+    for what in unfit(model.module, engine, delays, broadcasts):
+        raise ValueError(f"elastic does not go with {what}")
+    identity = RankIdentity.of(engine.group)
+    began = 1 if identity is None else identity.started
+    if began < policy.min_ranks:
+        raise ValueError(
+            f"elastic: min_ranks is {policy.min_ranks}, but only {began} ranks begin the training"
         )
-        engine.during = lambda task: _alive(me).during(task)
+    if identity is None:
+        return None
+    sharded = cast(DDPReducer, model.reducer).sharded
+    elastic = Elastic(model, engine, policy, identity, sharded)
+    if identity.returns:
+        engine.on_step = _refuse
+    me = weakref.ref(elastic)  # the reducer must not keep its engine alive
+    if sharded is not None:
+        sharded.delivery.share_late = lambda: _alive(me).share_late()
+        sharded.delivery.until_all = lambda task: _alive(me).until_all(task)
+    engine.core.survive(
+        lambda *found: _alive(me).meet(*found),
+        lambda: _alive(me).rebuild(),
+        elastic.timeout.total_seconds(),
+    )
+    engine.during = lambda task: _alive(me).during(task)
+    return elastic

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from fastsync._build.env import Env
 from fastsync._torch import (
     BuiltinCommHookType,
+    Front,
     backward_is_running,
     builtin_comm_hook,
     find_tensors,
@@ -30,28 +33,34 @@ from fastsync.config.elastic_policy import ElasticPolicy
 from fastsync.config.policy import BucketPolicy, MixedPolicy, SyncPolicy
 from fastsync.config.preemption_policy import PreemptionPolicy
 from fastsync.config.replica_policy import ReplicaPolicy
-from fastsync.ddp.buffers import BufferWatch, buffer_arguments
+from fastsync.ddp.buffers import BufferWatch, broadcast, buffer_arguments, can_broadcast
 from fastsync.ddp.ddp_objects import DDPLogger, DDPReducer, in_lockstep
+from fastsync.ddp.elastic_training import Elastic, Membership, make_elastic
 from fastsync.ddp.guards import make_guards
 from fastsync.ddp.logging_data import wrap_facts
 from fastsync.ddp.mixed_precision import announce_mixed_precision, cast_buffers
-from fastsync.ddp.rejoin import RejoiningDDP
+from fastsync.ddp.preemption_handler import SavePoints
+from fastsync.ddp.rejoin import Returns, Stateful
 from fastsync.ddp.request import Request, named_params
-from fastsync.ddp.skipping import Skips
+from fastsync.ddp.skipping import Attempt, Skips
 from fastsync.reducer import sync_checkpoint
 from fastsync.reducer.engine import Engine
-from fastsync.reducer.monitor import explained
-from fastsync.timeline.recorder import record_steps
+from fastsync.reducer.monitor import come_together, explained
+from fastsync.timeline.recorder import Recorder, record_steps
 from fastsync.timeline.stats import SyncStats, make_stats
 from fastsync.timeline.timeline_policy import TimelinePolicy
 from fastsync.wire.formats import Choice, Wire
 from fastsync.zero.gradient_norms import clip_norm
 from fastsync.zero.sharded_optimizer import ShardedOptimizers
+from fastsync.zero.state_passing import Passing
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["FastDDP"]
 
 
-class FastDDP(RejoiningDDP):
+class FastDDP(Front):
     """Averages gradients over ranks while backward is still running.
 
     Takes every argument of DistributedDataParallel and is an instance of it, so scripts and
@@ -91,6 +100,38 @@ class FastDDP(RejoiningDDP):
         RankMismatchError: the ranks were given different models or settings.
         BuildError: the extension has to be compiled and cannot be.
     """
+
+    _by_stage: ClassVar[dict[int, type[FastDDP]]] = {}  # a stage with a class of its own
+    # Parts that are made on request. A copy of the model makes its own.
+    _elastic: Elastic | None = None
+    _returns: Returns | None = None
+    _saves: PreemptionPolicy | None = None
+    _save_points: SavePoints | None = None
+    _skips: Skips | None = None
+    _meets = False  # torch's constructor is running, on all ranks
+
+    def __init_subclass__(cls, zero: int | None = None, **kwargs: Any) -> None:
+        """Let FastDDP make objects of this class at stage `zero`."""
+        super().__init_subclass__(**kwargs)
+        if zero is not None:
+            FastDDP._by_stage[zero] = cls
+
+    @classmethod
+    def class_for(cls, zero: int | Zero) -> type[Self]:
+        """Return the class of the models of a stage: this one, or the subclass made for it."""
+        return cast("type[Self]", FastDDP._by_stage.get(_stage_of(zero), cls))
+
+    def __new__(cls, *args: object, **kwargs: Any) -> Self:
+        stage = _stage_of(kwargs.get("zero", 0))
+        wanted = FastDDP._by_stage.get(stage)
+        if wanted is None or issubclass(cls, wanted):
+            return super().__new__(cls)
+        if cls not in wanted.__mro__:
+            raise ValueError(
+                f"zero={stage} makes a model of another class than {cls.__name__}: call "
+                "fastsync.FastDDP itself"
+            )
+        return cast("Self", super().__new__(wanted))
 
     def __init__(
         self,
@@ -145,6 +186,7 @@ class FastDDP(RejoiningDDP):
             lambda: PreemptionPolicy.of(faults.on_preemption),
         )
         self._buffer_watch = BufferWatch()
+        self._meets = init_sync
         with request.wrapping():
             super().__init__(
                 module,
@@ -162,6 +204,7 @@ class FastDDP(RejoiningDDP):
                 **request.placed,
                 **buffer_arguments(broadcast_buffers, forward_sync_buffers),
             )
+        self._meets = False
         self._complete(mixed_precision, forward_sync_buffers)
 
     def _complete(self, mixed_precision: object, forward_sync_buffers: bool | None) -> None:
@@ -173,9 +216,42 @@ class FastDDP(RejoiningDDP):
             ignored = self.parameters_to_ignore
             announce_mixed_precision(self.module, ignored, self._policy.mixed.param)
             cast_buffers(self.module, ignored, self._policy.mixed.buffer)
+        self._make_elastic()
+        if self._saves is not None:
+            self._save_points = SavePoints(self._saves, self.process_group, self.parameters())
+
+    def _make_elastic(self) -> None:
         if self._policy.elastic is not None:
-            self._become_elastic(self._engine, self._policy.elastic)
-        self._expect_preemption()
+            self._elastic = make_elastic(self, self._engine, self._policy.elastic)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        for name in ("_elastic", "_returns", "_guards", "_saves", "_save_points", "_skips"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._make_elastic()
+
+    def _build_params_for_reducer(self) -> tuple[list[torch.Tensor], list[bool]]:
+        """Meet all ranks before torch's constructor compares and broadcasts.
+
+        Torch cannot look up from waiting there. What a module runs before, such as
+        `named_buffers()`, may take long on one rank.
+        """
+        built = super()._build_params_for_reducer()
+        if self._meets:
+            come_together(self.process_group, "the wrapping of the model")
+        return built
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        if can_broadcast(tensors, self.process_group):
+            broadcast(tensors, self.process_group, authoritative_rank)
+        else:
+            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
 
     def _ddp_init_helper(
         self,
@@ -207,6 +283,10 @@ class FastDDP(RejoiningDDP):
     def _engine(self) -> Engine:
         return cast(DDPReducer, self.reducer).engine
 
+    @property
+    def _recorder(self) -> Recorder | None:
+        return cast(DDPReducer, self.reducer).recorder
+
     def _graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Asked while torch.compile splits a graph of the module."""
         return self._engine.graph_buckets(ready)
@@ -214,9 +294,9 @@ class FastDDP(RejoiningDDP):
     @untraced
     def _pre_forward(self, *inputs: object, **kwargs: object) -> object:
         if self._join_config.enable:  # torch's Join does not call join()
-            compatibility.check(Setup(self._policy, join=True))
-        if not backward_is_running():  # else a checkpoint runs a forward again
-            self._come_between_steps()
+            self._check_join()
+        if self._save_points is not None and not backward_is_running():
+            self._save_points.before_forward()  # not in a checkpoint, which runs a forward again
         with explained(self.process_group, "the start of a forward"):
             return super()._pre_forward(*inputs, **kwargs)
 
@@ -261,11 +341,16 @@ class FastDDP(RejoiningDDP):
         """Join as in DistributedDataParallel.
 
         Raises:
-            ValueError: with zero, nonfinite or replicas: ranks without inputs miss steps.
+            ValueError: with zero, nonfinite, replicas, on_skip, on_preemption or elastic: ranks
+                without inputs miss steps.
         """
         if enable:
-            compatibility.check(Setup(self._policy, join=True))
+            self._check_join()
         return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
+
+    def _check_join(self) -> None:
+        saves = self._saves is not None
+        compatibility.check(Setup(self._policy, join=True, on_preemption=saves))
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         super()._sync_final_model(is_last_joiner)
@@ -299,6 +384,66 @@ class FastDDP(RejoiningDDP):
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
         self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    def skipping(self, *errors: type[Exception]) -> AbstractContextManager[Attempt]:
+        """Run one forward and backward, which this rank leaves out if they raise one of `errors`.
+
+        The gradients are then the averages of the ranks that have some, on every rank alike. So
+        every rank goes on to `optimizer.step()`, after the block. If all ranks skip, there are no
+        gradients, and the optimizer does nothing. Needs `on_skip="average_others"`.
+
+        Raises:
+            RuntimeError: the block holds not one backward that synchronises, or a step of the
+                optimizer.
+            ValueError: no class of errors is given, or layers exchange something in a forward.
+        """
+        if self._skips is None:
+            raise RuntimeError(
+                "skipping() needs FastDDP(model, faults=Faults(on_skip='average_others'))"
+            )
+        return self._skips.attempt(self, self._pass_forward, errors)
+
+    def _pass_forward(self, begun: bool) -> None:
+        """Do what comes before and after a forward that this rank leaves out."""
+        if not begun:
+            self._pre_forward()
+        if self.modules_buffers:
+            self._buffer_watch.after_forward(self.module)
+
+    @property
+    def elastic(self) -> Membership | None:
+        """Return the ranks that train at present; None without `elastic=`."""
+        return None if self._elastic is None else self._elastic.now
+
+    def catch_up(self, *states: Stateful) -> int:
+        """Return the step at which this rank begins: call it on every rank, before the first step.
+
+        A rank that `python -m fastsync.elastic` has started again, or that joins, gets everything
+        from those that train, between two of their steps: parameters, buffers, and `states`.
+
+        Args:
+            states: optimizers, schedulers and whatever else has `state_dict` and `load_state_dict`;
+                the same on every rank, in one order.
+
+        Returns:
+            How many steps there have been: 0 at the start.
+
+        Raises:
+            RankMismatchError: the others train another model, or with other settings; on this rank
+                alone.
+            ValueError: a second model calls this. What the others have does not fit, or they have,
+                with `zero`, an optimizer that is not among `states`; on this rank alone.
+            SyncFault: the others do not take it in, or end before.
+        """
+        if self._policy.elastic is None:
+            raise RuntimeError("catch_up() needs FastDDP(model, faults=Faults(elastic=True))")
+        if self._returns is not None:
+            raise RuntimeError("catch_up() is called once, before the first step")
+        if self._elastic is not None and self._elastic.identity.lasting:
+            passing = Passing(states, cast(DDPReducer, self.reducer).sharded)
+            self._returns = Returns(self.module, self._engine, self._elastic, passing)
+            self._returns.take_part([str(cap) for cap in self._buckets.caps])
+        return self._engine.core.steps()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -416,3 +561,23 @@ class FastDDP(RejoiningDDP):
         sizes = [bucket.nbytes for bucket in engine.plan.buckets]
         steps, pace = recorder.steps() if recorder is not None else [], engine.pace.measured()
         return make_stats(engine.routes.counters(), sizes, steps, one_rank_step, pace)
+
+    def write_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write what has been recorded so far; every rank calls it.
+
+        Args:
+            path: as in `TimelinePolicy`: rank 0 writes this file; with "{rank}", each its own.
+
+        Raises:
+            RuntimeError: nothing is recorded.
+        """
+        if self._recorder is None:
+            raise RuntimeError(
+                "write_timeline() finds no recording; wrap the model with "
+                "FastDDP(model, timeline=True), on every rank"
+            )
+        self._recorder.write(os.fspath(path), Env.read().agree_timeout)
+
+
+def _stage_of(zero: int | Zero) -> int:
+    return zero.stage if isinstance(zero, Zero) else zero

@@ -8,9 +8,8 @@ has the same weights.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,13 +18,12 @@ from torch.optim import Optimizer
 from fastsync._build.env import Env
 from fastsync._torch import group_store
 from fastsync.config.preemption_policy import PreemptionPolicy
-from fastsync.ddp.recorded_ddp import RecordedDDP
 from fastsync.faults.exit_reasons import before_leaving
 from fastsync.faults.preemption_vote import Preemption, check_handlers
 from fastsync.reducer.monitor import looker, meeting_place
 from fastsync.reducer.optimizer_hooks import StepWatcher, params_of, watch_steps
 
-__all__ = ["PreemptibleDDP", "check_preemption"]
+__all__ = ["SavePoints", "check_preemption"]
 
 
 def check_preemption(wanted: PreemptionPolicy | None, group: dist.ProcessGroup) -> None:
@@ -45,8 +43,8 @@ def check_preemption(wanted: PreemptionPolicy | None, group: dist.ProcessGroup) 
         )
 
 
-class _Places(StepWatcher):
-    """Places at which this rank may save, and does.
+class SavePoints(StepWatcher):
+    """Places between steps at which this rank may save, and does.
 
     Args:
         policy: names what is called.
@@ -94,33 +92,3 @@ class _Places(StepWatcher):
             self._save()
             self._exit.meet("all ranks to have saved", remedy="on_preemption has to return")
             self._preemption.end_saved()
-
-
-class PreemptibleDDP(RecordedDDP):
-    """A front whose ranks may save together when they are told to end."""
-
-    _saves: PreemptionPolicy | None = None
-    _places: _Places | None = None
-
-    def _expect_preemption(self) -> None:
-        """Prepare for a preemption, once all else is there."""
-        if self._saves is not None:
-            params = cast(Callable[[], Iterable[torch.Tensor]], cast(Any, self).parameters)
-            self._places = _Places(self._saves, self.process_group, params())
-
-    def _come_between_steps(self) -> None:
-        """Pass the place between steps, before each forward."""
-        if self._places is None:
-            return
-        if cast(Any, self)._join_config.enable:
-            raise ValueError(
-                "a rank that has run out of inputs does not come to where on_preemption is called; "
-                "leave it out with join(), or give all ranks as many inputs"
-            )
-        self._places.before_forward()
-
-    def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = cast(Any, super()).__getstate__()
-        state.pop("_places", None)
-        state.pop("_saves", None)
-        return state

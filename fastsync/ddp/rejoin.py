@@ -34,7 +34,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,7 @@ from torch.optim import Optimizer
 
 from fastsync._torch import set_group_timeout
 from fastsync.config.topology import Network
-from fastsync.ddp.ddp_objects import DDPReducer
-from fastsync.ddp.elastic_training import Elastic, ElasticDDP
+from fastsync.ddp.elastic_training import Elastic
 from fastsync.faults.consensus import RankMismatchError, Statement, find_difference
 from fastsync.faults.join_gate import JoinGate, Waiting, back_key
 from fastsync.faults.survivors import Decision
@@ -55,7 +54,7 @@ from fastsync.reducer.state_transfer import give, receive
 from fastsync.reducer.sync_state import Progress
 from fastsync.zero.state_passing import Passing, Stateful
 
-__all__ = ["RejoiningDDP", "Stateful"]
+__all__ = ["Returns", "Stateful"]
 
 _log = logging.getLogger("fastsync")
 
@@ -91,13 +90,21 @@ class Returns(StepWatcher):
         engine: of it.
         elastic: the object that meets the other ranks.
         passing: what a rank that comes back needs beside the module.
+
+    Raises:
+        ValueError: this process has such an object of another model.
     """
 
     def __init__(
         self, module: nn.Module, engine: Engine, elastic: Elastic, passing: Passing
     ) -> None:
+        identity = elastic.identity
+        if identity.store.add(f"models/{identity.rank}-{identity.process}", 1) > 1:
+            raise ValueError(
+                "catch_up() of a second model: ranks come back to trainings of one model only"
+            )
         self._module, self._engine, self._elastic = module, engine, elastic
-        self._passing, self._store = passing, elastic.identity.store
+        self._passing, self._store = passing, identity.store
         self._doorway = JoinGate(self._store)
         self._looks = True  # the store is there
         self._stepped = -1  # the steps that there were when an optimizer stepped
@@ -110,12 +117,25 @@ class Returns(StepWatcher):
         engine.on_step = lambda core: _alive(me).before_forward()
         watch_steps(self)
 
-    def begin(self, settings: Sequence[str]) -> None:
-        """Let ranks come back from now on; called on a rank that trains."""
+    def take_part(self, settings: Sequence[str]) -> None:
+        """Let ranks come back from now on, or come back.
+
+        Args:
+            settings: in which the ranks have to agree, beside their policies.
+
+        Raises:
+            RankMismatchError, SyncFault: on a rank that comes back.
+        """
+        if self._elastic.identity.returns:
+            self._come_back(settings)
+        else:
+            self._begin(settings)
+
+    def _begin(self, settings: Sequence[str]) -> None:
         training = _Training(self._elastic.place.name, self._statement(settings))
         self._doorway.describe(training.encoded())
 
-    def come_back(self, settings: Sequence[str]) -> None:
+    def _come_back(self, settings: Sequence[str]) -> None:
         """Return once this rank is one of those that train, and has what they have.
 
         Raises:
@@ -247,61 +267,8 @@ class Returns(StepWatcher):
         engine.resume(progress, residuals={}, follows=True)
 
 
-class RejoiningDDP(ElasticDDP):
-    """A front whose ranks may come back."""
-
-    _returns: Returns | None = None
-
-    def catch_up(self, *states: Stateful) -> int:
-        """Return the step at which this rank begins: call it on every rank, before the first step.
-
-        A rank that `python -m fastsync.elastic` has started again, or that joins, gets everything
-        from those that train, between two of their steps: parameters, buffers, and `states`.
-
-        Args:
-            states: optimizers, schedulers and whatever else has `state_dict` and `load_state_dict`;
-                the same on every rank, in one order.
-
-        Returns:
-            How many steps there have been: 0 at the start.
-
-        Raises:
-            RankMismatchError: the others train another model, or with other settings; on this rank
-                alone.
-            ValueError: a second model calls this. What the others have does not fit, or they have,
-                with `zero`, an optimizer that is not among `states`; on this rank alone.
-            SyncFault: the others do not take it in, or end before.
-        """
-        engine, elastic = cast(Engine, cast(Any, self)._engine), self._elastic
-        if engine.policy.elastic is None:
-            raise RuntimeError("catch_up() needs FastDDP(model, faults=Faults(elastic=True))")
-        if self._returns is not None:
-            raise RuntimeError("catch_up() is called once, before the first step")
-        if elastic is None or not elastic.identity.lasting:
-            return engine.core.steps()
-        store, identity = elastic.identity.store, elastic.identity
-        if store.add(f"models/{identity.rank}-{identity.process}", 1) > 1:
-            raise ValueError(
-                "catch_up() of a second model: ranks come back to trainings of one model only"
-            )
-        passing = Passing(states, cast(DDPReducer, self.reducer).sharded)
-        returns = Returns(cast(nn.Module, self.module), engine, elastic, passing)
-        settings = [str(cap) for cap in cast(Any, self)._buckets.caps]
-        self._returns = returns
-        if identity.returns:
-            returns.come_back(settings)
-        else:
-            returns.begin(settings)
-        return engine.core.steps()
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        state.pop("_returns", None)
-        return state
-
-
 def _alive(returns: weakref.ref[Returns]) -> Returns:
-    """Return the object whose front makes a step."""
+    """Return the object whose model makes a step."""
     found = returns()
     assert found is not None
     return found

@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fastsync._torch import untraced
-from fastsync.config import compatibility
-from fastsync.config.compatibility import Setup
 from fastsync.ddp.fast_ddp import FastDDP
 from fastsync.fsdp.fully_shard import fully_shard
 from fastsync.fsdp.group_choice import choose_units, contiguous, exchange_in_optimizers
@@ -111,7 +109,8 @@ class ShardedDDP(FastDDP, zero=3):
     @untraced
     def _pre_forward(self, *inputs: object, **kwargs: object) -> object:
         """Rank 0's buffers, and the inputs where the module is."""
-        self._come_between_steps()
+        if self._save_points is not None:
+            self._save_points.before_forward()
         if self.modules_buffers and self.forward_sync_buffers:
             with explained(self.process_group, "the broadcast of buffers"):
                 self._sync_buffers()
@@ -170,7 +169,7 @@ class ShardedDDP(FastDDP, zero=3):
         Raises:
             ValueError: always.
         """
-        compatibility.check(Setup(self._policy, join=True))
+        self._check_join()
         return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
 
     def set_wire(self, wire: Wire | Choice) -> None:

@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fastsync.ddp.buffers import BufferWatch
-from fastsync.ddp.preemption_handler import PreemptibleDDP
+from fastsync._torch import Front
 from fastsync.faults.consensus import RankMismatchError
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.optimizer_hooks import StepWatcher, params_of, watch_steps
 
-__all__ = ["Attempt", "SkippingDDP", "Skips"]
+__all__ = ["Attempt", "Skips"]
 
 _log = logging.getLogger("fastsync")
 
@@ -62,6 +60,56 @@ class Skips(StepWatcher):
         me = weakref.ref(self)
         engine.core.on_skips(lambda givers: _weigh(me, givers))
         watch_steps(self)
+
+    @contextmanager
+    def attempt(
+        self,
+        model: Front,
+        pass_forward: Callable[[bool], None],
+        errors: tuple[type[Exception], ...],
+    ) -> Iterator[Attempt]:
+        """Run one forward and backward of `model`, as `FastDDP.skipping` says.
+
+        Args:
+            pass_forward: does what comes before and after a forward that this rank leaves out; is
+                told whether it has begun one, and has done what comes before.
+        """
+        _check_block(model.module, errors)
+        core, attempt = self._engine.core, Attempt()
+        steps, forwards = core.steps(), self._engine.forwards
+        self.attempting = True
+        try:
+            yield attempt
+        except errors as error:
+            ours = isinstance(error, SyncFault | RankMismatchError) or error is self.refusal
+            if ours or core.steps() != steps:
+                raise
+            attempt.error = error
+        finally:
+            self.attempting = False
+        if attempt.error is not None:
+            begun = self._engine.forwards != forwards
+            self._note_skip(attempt.error)
+            pass_forward(begun)
+            self._skip(model)
+        elif core.steps() != steps + 1:
+            raise RuntimeError(
+                "a block of model.skipping() holds one backward that synchronises, but this one "
+                f"held {core.steps() - steps}: let it begin before the first forward of a step, "
+                "under no_sync() too, and end after its last backward"
+            )
+
+    def _note_skip(self, error: Exception) -> None:
+        rank, step = self._engine.group.rank(), self._engine.core.steps() + 1
+        what = f"{type(error).__name__}: {error}"
+        _log.warning("fastsync: rank %d skips step %d: %s", rank, step, what)
+
+    def _skip(self, model: Front) -> None:
+        """Take part in the backward of the other ranks."""
+        self._engine.core.skip_step()
+        if self._engine.group.size() == 1:  # no other rank has any of this rank's gradients
+            model.zero_grad(set_to_none=True)
+        model.require_forward_param_sync = True
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse steps in the middle of a block.
@@ -109,77 +157,12 @@ def _weigh(skips: weakref.ref[Skips], givers: Sequence[int]) -> None:
         alive.weigh(givers)
 
 
-class SkippingDDP(PreemptibleDDP):
-    """A front some of whose steps a rank may leave out."""
-
-    _skips: Skips | None = None
-    _buffer_watch: BufferWatch
-
-    @contextmanager
-    def skipping(self, *errors: type[Exception]) -> Iterator[Attempt]:
-        """Run one forward and backward, which this rank leaves out if they raise one of `errors`.
-
-        The gradients are then the averages of the ranks that have some, on every rank alike. So
-        every rank goes on to `optimizer.step()`, after the block. If all ranks skip, there are no
-        gradients, and the optimizer does nothing. Needs `on_skip="average_others"`.
-
-        Raises:
-            RuntimeError: the block holds not one backward that synchronises, or a step of the
-                optimizer.
-            ValueError: no class of errors is given, or layers exchange something in a forward.
-        """
-        skips = self._checked_skips(errors)
-        engine = skips._engine
-        attempt, steps, forwards = Attempt(), engine.core.steps(), engine.forwards
-        skips.attempting = True
-        try:
-            yield attempt
-        except errors as error:
-            ours = isinstance(error, SyncFault | RankMismatchError) or error is skips.refusal
-            if ours or engine.core.steps() != steps:
-                raise
-            attempt.error = error
-        finally:
-            skips.attempting = False
-        if attempt.error is not None:
-            self._skip(engine, attempt.error, begun=engine.forwards != forwards)
-        elif engine.core.steps() != steps + 1:
-            raise RuntimeError(
-                "a block of model.skipping() holds one backward that synchronises, but this one "
-                f"held {engine.core.steps() - steps}: let it begin before the first forward of a "
-                "step, under no_sync() too, and end after its last backward"
+def _check_block(module: nn.Module, errors: tuple[type[Exception], ...]) -> None:
+    if not errors:
+        raise ValueError("skipping() expects the classes of errors that end a step")
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise ValueError(
+                f"layer {name!r} is a SyncBatchNorm, whose forward waits for all ranks: a rank "
+                "that skips would not come"
             )
-
-    def _checked_skips(self, errors: Sequence[type[Exception]]) -> Skips:
-        if self._skips is None:
-            raise RuntimeError(
-                "skipping() needs FastDDP(model, faults=Faults(on_skip='average_others'))"
-            )
-        if not errors:
-            raise ValueError("skipping() expects the classes of errors that end a step")
-        module = cast(nn.Module, self.module)
-        for name, layer in module.named_modules():
-            if isinstance(layer, nn.SyncBatchNorm):
-                raise ValueError(
-                    f"layer {name!r} is a SyncBatchNorm, whose forward waits for all ranks: a rank "
-                    "that skips would not come"
-                )
-        return self._skips
-
-    def _skip(self, engine: Engine, error: Exception, begun: bool) -> None:
-        """Do what the others do in this step.
-
-        Args:
-            begun: this rank has begun a forward, and has done what comes before one.
-        """
-        rank, step = engine.group.rank(), engine.core.steps() + 1
-        what = f"{type(error).__name__}: {error}"
-        _log.warning("fastsync: rank %d skips step %d: %s", rank, step, what)
-        if not begun:
-            self._pre_forward()
-        if self.modules_buffers:
-            self._buffer_watch.after_forward(self.module)
-        engine.core.skip_step()
-        if engine.group.size() == 1:  # no other rank has any of this rank's gradients
-            self.zero_grad(set_to_none=True)
-        self.require_forward_param_sync = True

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import fastsync.ddp.checked_ddp as wrapped_front
+import fastsync.ddp.fast_ddp as wrapped_front
 from fastsync import FastDDP
 from fastsync.ddp.buffers import broadcast, can_broadcast
 from tests.helpers.teams import run_ranks

@@ -166,7 +166,7 @@ def refusals(rank, world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"leave it out with join\(\)"), model.join():
         model(torch.ones(1, 2))
-    assert pickle.loads(pickle.dumps(model))._places is None
+    assert pickle.loads(pickle.dumps(model))._save_points is None
     del model, optimizer
     gc.collect()
     wrap()
