@@ -25,8 +25,6 @@ ENDS = {
     "exits": (1, r"rank 1 has ended, and this rank waits for it in all_reduce \(add\) of 3 Float"),
     "sizes": (1, r"all_reduce \(add\) of 4 Float: others call something else, or with other sizes"),
     "messages": (1, r"recv from rank 1 of 5 Float: rank 1 has sent 12 bytes, not the 20 expected"),
-}
-MORE_ENDS = {
     "kinds": (1, r"broadcast from rank 0 of 3 Float: others call something else"),
     "waits": (1, r"rank 1 has ended, and this rank waits for it in all_reduce"),
     "late": (1, r"rank 0 of 2: all_reduce \(add\) of 3 Float: timeout after 1 s"),
@@ -37,18 +35,11 @@ MORE_ENDS = {
 }
 
 
+@pytest.mark.slow(but=("in_model", "exits", "sizes"))
 @pytest.mark.parametrize("how", ENDS)
 def test_all_ranks_end(how):
     code, text = ended(how)
     due, words = ENDS[how]
-    assert code == due and re.search(words, text), text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", MORE_ENDS)
-def test_all_ranks_end_too(how):
-    code, text = ended(how)
-    due, words = MORE_ENDS[how]
     assert code == due and re.search(words, text), text
 
 
@@ -58,6 +49,7 @@ def test_a_killed_rank_ends_the_job():
     assert code == 9 and "EXIT CODE: 9" in text, text
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_done_its_part_may_leave():
     code, text = ended("slow", ranks=3)
     assert code == 0 and "rank 1 has [3.0, 3.0, 3.0]" in text, text

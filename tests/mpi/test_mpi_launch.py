@@ -20,6 +20,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow("gloo")
 @pytest.mark.parametrize("backend", ["fastsync_mpi", "gloo"])
 def test_a_script_of_torchruns_runs_under_mpirun(tmp_path, backend):
     """It knows nothing of fastsync, which `fastsync.run` puts in; the store serves Gloo, too."""

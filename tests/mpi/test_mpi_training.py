@@ -1,22 +1,73 @@
-"""Trainings over MPI, which give the same bits as over Gloo."""
+"""Collectives and trainings over MPI: random collectives against Gloo, torch's own tests of them,
+and trainings that have the same bits as over Gloo.
+"""
 
+import random
 import re
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.mpi import jobs, training
 
 
-def test_stages_and_wires_of_fastddp():
-    found = jobs.run_ranks(training.fast_ddp, 2, (0, 1, 2, 3), ("fp32", "int8"), True)
-    assert found == [[], []]
+@pytest.fixture(scope="module")
+def two_ranks():
+    seed = random.SystemRandom().getrandbits(32)
+    print(f"python -m tests.mpi.random_collectives --count 300 --seed {seed}")
+    return jobs.run_ranks(training.on_two_ranks, 2, seed)
+
+
+def test_random_collectives_against_gloo(two_ranks):
+    assert sum(found["collectives"] for found in two_ranks) > 300
+
+
+def test_large_and_small_ones_at_once(two_ranks):
+    assert [found["many at once"] for found in two_ranks] == [[2.0 * n for n in training.SIZES]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4, 5])
+def test_random_collectives_of_more_ranks(ranks):
+    ended = jobs.mpirun(ranks, "-m", "tests.mpi.random_collectives", "--count", "300")
+    assert ended.code == 0, ended.text
+    assert f"300 random collectives of {ranks} ranks" in ended.text
+
+
+@pytest.mark.slow
+def test_collectives_of_torchs_own_suite():
+    """99 pass with four ranks; what is skipped wants GPUs, or another number of ranks."""
+    ended = jobs.mpirun(4, "-m", "tests.mpi.torch_collectives", timeout=600)
+    passed, failed = re.search(r"(\d+) passed, \d+ skipped, (\d+) failed", ended.text).groups()
+    assert (ended.code, int(failed)) == (0, 0), ended.text
+    assert int(passed) >= 90
+
+
+def two_gibibytes(rank, world):
+    tensor = torch.full((2**31 + 5,), rank, dtype=torch.uint8)
+    dist.broadcast(tensor, 1)
+    return int(tensor[0]), int(tensor[-1]), int(tensor[2**31 - 1])
+
+
+@pytest.mark.slow
+def test_a_message_of_more_than_two_gibibytes():
+    assert jobs.run_ranks(two_gibibytes, 2) == [(1, 1, 1)] * 2
+
+
+@pytest.mark.slow
+def test_groups_are_given_back():
+    assert jobs.run_ranks(training.many_groups, 2) == [2.0, 2.0]
+
+
+def test_stages_and_wires_of_fastddp(two_ranks):
+    assert [found["stages"] for found in two_ranks] == [[], []]
 
 
 def test_without_shared_memory():
-    found = jobs.run_ranks(training.fast_ddp, 2, (0, 1, 2, 3), ("fp32", "int8"), False)
+    found = jobs.run_ranks(training.fast_ddp, 2, training.STAGES, training.WIRES, False)
     assert found == [[], []]
 
 
@@ -34,15 +85,15 @@ def test_nodes():
     assert found == [([], 2)] * 4
 
 
-def test_ddp_and_its_hooks():
-    for found in jobs.run_ranks(training.ddp, 2):
+def test_ddp_and_its_hooks(two_ranks):
+    for found in two_ranks:
         for name in ("plain", "fp16", "powerSGD"):
-            ours, theirs = found[f"{name} over mpi"], found[f"{name} over gloo"]
+            ours, theirs = found["ddp"][f"{name} over mpi"], found["ddp"][f"{name} over gloo"]
             assert torch.equal(ours, theirs), name
 
 
-def test_fully_shard():
-    first, second = jobs.run_ranks(training.shards, 2)
+def test_fully_shard(two_ranks):
+    first, second = (found["shards"] for found in two_ranks)
     for name in ("fastsync", "torch"):
         assert torch.equal(first[f"{name} over mpi"], first[f"{name} over gloo"])
         assert torch.equal(first[f"{name} over mpi"], second[f"{name} over mpi"])
@@ -57,8 +108,8 @@ def test_a_mesh_of_two_dimensions():
         torch.testing.assert_close(sharded, replicated)
 
 
-def test_a_distributed_checkpoint():
-    for due, got, files in jobs.run_ranks(training.checkpoint, 2):
+def test_a_distributed_checkpoint(two_ranks):
+    for due, got, files in (found["checkpoint"] for found in two_ranks):
         assert torch.equal(due, got)
         assert files == [".metadata", "__0_0.distcp", "__1_0.distcp"]
 

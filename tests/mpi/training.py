@@ -16,8 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from fastsync.config.arguments import grouped
+from tests.mpi import random_collectives
 
-STEPS = 3
+STEPS, STAGES, WIRES = 3, (0, 1, 2, 3), ("fp32", "int8")
+SIZES = (3, 200_000, 5, 70_000, 1) * 8
 # Kept until the process ends: a callback of PowerSGD may hold the last reference on a thread of
 # Gloo, which then would join itself and abort (torch 2.13).
 _groups = []
@@ -174,3 +176,24 @@ def many_groups(rank, world):
         dist.all_reduce(total, group=group)
         dist.destroy_process_group(group)
     return float(total)
+
+
+def many_at_once(rank, world):
+    """Large ones have a second half, which all ranks have to begin in the same order."""
+    tensors = [torch.ones(n) for n in SIZES]
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    futures = [work.get_future().then(lambda done: done.value()[0].sum()) for work in works]
+    assert all(work.is_completed() or work.wait() for work in reversed(works))
+    return [float(future.wait()) for future in futures]
+
+
+def on_two_ranks(rank, world, seed):
+    """Return what quick tests ask of two ranks: to start these takes longer than all of it."""
+    return {
+        "many at once": many_at_once(rank, world),
+        "stages": fast_ddp(rank, world, STAGES, WIRES, True),
+        "ddp": ddp(rank, world),
+        "shards": shards(rank, world),
+        "checkpoint": checkpoint(rank, world),
+        "collectives": random_collectives.run(rank, world, 300, seed),
+    }
