@@ -92,24 +92,6 @@ def test_too_few_ranks_on_all_machines_are_a_failure(port):
     assert "rank 3 was ended by SIGKILL" in outputs[1]
 
 
-@pytest.mark.slow(but=("options1---node-rank must be from 0 to 1",))
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--nnodes", 2), "--master-addr"),
-        (
-            ("--nnodes", 2, "--node-rank", 2, "--master-addr", "a"),
-            "--node-rank must be from 0 to 1",
-        ),
-        (("--nnodes", 0), "--nnodes"),
-        ((*TWO, "--min-ranks", 5), "--min-ranks must be from 1 to --nnodes x --nproc-per-node, 4"),
-    ],
-)
-def test_options_that_make_no_sense_are_named(options, words):
-    output = run_module("fastsync.elastic", "--nproc-per-node", 2, *options, *SCRIPT, 1, 1, code=2)
-    assert words in output
-
-
 @pytest.mark.slow
 def test_a_port_that_is_taken_is_named():
     with socket.socket() as other:

@@ -18,7 +18,7 @@ import fastsync
 from fastsync.config.arguments import grouped
 from fastsync.reducer.state_transfer import give, receive
 from fastsync.testing import run_ranks
-from tests.helpers.scripts import cases_asked_for, finish, start
+from tests.helpers.scripts import Forked, cases_asked_for, finish
 
 # Ranks, deaths (rank, step, place), how they differ from the default.
 CASES = {
@@ -44,7 +44,7 @@ SCRIPT = "tests.elastic.rejoin_script"
 
 def run(folder, jobs, script=SCRIPT):
     """Return what each process of each job has seen, by rank and by its turn, and how it ended."""
-    output = finish(start(script, folder, json.dumps(jobs)), timeout=300)
+    output = finish(Forked(script, folder, json.dumps(jobs)), timeout=300)
     codes = json.loads(output.splitlines()[-1])
     seen = {}
     for name, arguments in jobs:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from fastsync.faults import exit_hooks
-from tests.helpers.scripts import ROOT, asked_for, environment, run_jobs
+from tests.helpers.scripts import ROOT, asked_for, environment, run_jobs, start
 
 STEPS = ("destroy", "free", "collect")
 ORDERS = [order for length in range(4) for order in itertools.permutations(STEPS, length)]
@@ -26,7 +26,7 @@ def name_of(job):
 def endings(tmp_path_factory, request):
     """Return how the two ranks of each job that a test of this run asks for have ended."""
     folder, wanted = tmp_path_factory.mktemp("leaving"), asked_for(request, "job")
-    ended = run_jobs("tests.faults.exit_order_script", folder, wanted, timeout=600)
+    ended = run_jobs("tests.faults.exit_order_script", folder, wanted, 600, start=start)
     return {job: codes for jobs, said in ended for job, codes in zip(jobs, said, strict=True)}
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fuzz.random_faults.schedule import Schedule
 from tests.fuzz.random_faults.team import Tally
-from tests.helpers.scripts import finish_all, start
+from tests.helpers.scripts import Forked, finish_all
 
 FEW, MANY = 3, 40
 
@@ -18,7 +18,7 @@ def check(first, count, at_once=1):
     assert each * at_once == count
     given = ("--count", each, "--seconds", 600)
     starts = range(first, first + count, each)
-    processes = [start("tests.fuzz.random_faults", "--start", first, *given) for first in starts]
+    processes = [Forked("tests.fuzz.random_faults", "--start", first, *given) for first in starts]
     for output in finish_all(processes, timeout=700):
         assert f" {each} schedules" in output, output
 

@@ -1,11 +1,17 @@
 """Runs the commands of examples/ and docs/ the way a user types them."""
 
+import atexit
 import json
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+
+from fastsync.testing import ranks
 
 ROOT = Path(__file__).parents[2]
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -31,6 +37,57 @@ def start(module, *arguments):
     )
 
 
+class Forked:
+    """`python -m module arguments` as `start` gives it, in a process that need not import torch.
+
+    Not for what a process does at its very end: it ends without finalising the interpreter.
+    """
+
+    def __init__(self, module, *arguments):
+        self._folder = tempfile.TemporaryDirectory(prefix="fastsync-forked-")
+        self._output = Path(self._folder.name, "output")
+        job = (module, [*map(str, arguments)], self._output, environment())
+        self._process = ranks._context().Process(target=_become, args=job)
+        self._process.start()
+
+    def communicate(self, timeout):
+        """Return what it has printed, once it has ended."""
+        self._process.join(timeout)
+        if self._process.is_alive():
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return self._output.read_text(), None
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def kill(self):
+        self._process.kill()
+
+
+def _become(module, arguments, output, variables):
+    """Run a module to the end of this process, and of those that it forks."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = [module, *arguments]
+    code = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except BaseException as error:
+        code = (error.code or 0) if isinstance(error, SystemExit) else 1
+        if not isinstance(error, SystemExit):
+            sys.excepthook(*sys.exc_info())
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def finish(process, code=0, timeout=240):
     """Wait for the exit code `code` and return what was printed."""
     try:
@@ -54,12 +111,13 @@ def finish_all(processes, timeout=240):
     return [output.result() for output in outputs]
 
 
-def run_jobs(module, folder, jobs, timeout, at_once=3):
+def run_jobs(module, folder, jobs, timeout, at_once=3, start=Forked):
     """Run `python -m module folder JOBS` for shares of the jobs, whose ranks mostly wait.
 
     Args:
         jobs: a list that JSON can hold.
         at_once: how many processes share the jobs.
+        start: begins a process.
 
     Returns:
         Of each process its jobs, and the last line that it printed, read as JSON.
