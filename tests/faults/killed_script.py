@@ -1,5 +1,5 @@
 """Trains until rank 1 kills itself in step 6, at once: its last report is of an earlier step. Each
-other rank prints the error that it gets. See test_faults.py and test_ipv6.py.
+other rank prints the error that it gets. See test_faults.py.
 """
 
 import os

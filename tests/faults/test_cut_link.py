@@ -4,6 +4,7 @@ Network namespaces stand for machines.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -24,6 +25,7 @@ CUTS = [
     ("checkpoint", "zero1"),
 ]
 MISSING = netns.missing_rights()
+needs_ipv6 = pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="links: no IPv6")
 needs_links = pytest.mark.skipif(MISSING is not None, reason=f"links: {MISSING}")
 
 
@@ -46,11 +48,15 @@ def test_the_rank_that_cannot_be_reached_is_named(place, way):
     assert needs_store(place, way) or "rank 2 does not answer" in logs[0]
 
 
+@pytest.mark.slow("IPv4")
 @needs_links
-def test_a_machine_that_acknowledges_nothing_is_lost_before_the_timeout():
+@pytest.mark.parametrize(
+    "ipv6", [False, pytest.param(True, marks=needs_ipv6)], ids=["IPv4", "IPv6"]
+)
+def test_a_machine_that_acknowledges_nothing_is_lost_before_the_timeout(ipv6):
     """On both sides."""
     variables = {"FASTSYNC_LOST_AFTER": "2", "TIMEOUT": "100"}
-    seen, logs = trained_apart(["cut", {}, "forward"], variables, own_names=True)
+    seen, logs = trained_apart(["cut", {}, "forward"], variables, own_names=True, ipv6=ipv6)
     words = "was lost with its machine, or with the network to it,"
     assert f"rank {WORLD - 1} {words}" in logs[0], "a warning says so, too"
     for rank in range(WORLD):
