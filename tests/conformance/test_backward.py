@@ -152,6 +152,7 @@ def test_a_backward_is_announced(name, stage):
     check(Call(announces, name, {}), stage)
 
 
+@pytest.mark.slow(but=("zero1-small", "zero2"))
 @pytest.mark.parametrize("stage", REDUCING)
 def test_a_backward_is_announced_without_shared_memory(stage):
     check(Call(announces, "two_local_forwards", {"shared_memory": False}), stage)
@@ -372,6 +373,7 @@ def one_differs(rank, world, options, extra):
     return ""
 
 
+@pytest.mark.slow(but=("left out-{'zero': 1}", "extra-{'zero': 2, 'wire': 'int8'}"))
 @pytest.mark.parametrize(
     "options", [{"zero": 1}, {"zero": 2}, {"zero": 2, "wire": "int8"}], ids=str
 )
@@ -385,6 +387,7 @@ def test_a_rank_with_another_number_of_backwards_is_named(extra, options):
         assert f"Either rank {behind} has left out a backward, or rank {ahead} has made one" in text
 
 
+@pytest.mark.slow(but=("extra-1", "left out-2"))
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("extra", [False, True], ids=["left out", "extra"])
 def test_another_number_of_backwards_is_named_without_shared_memory(extra, stage):

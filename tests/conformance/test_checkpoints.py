@@ -149,6 +149,7 @@ def goes_back_to_a_full_state(wrap, rank):
     return full(model)
 
 
+@pytest.mark.slow(but=("zero1-small", "zero3", "fully_shard"))
 @pytest.mark.parametrize("stage", STAGES)
 def test_goes_back_to_a_full_state(stage):
     check(goes_back_to_a_full_state, stage)
@@ -195,6 +196,7 @@ def test_goes_on_from_an_unsharded_state(optimizer, stage):
     check(partial(goes_on_from_an_unsharded_state, optimizer, False), stage)
 
 
+@pytest.mark.slow(but=("fully_shard",))
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_assigns_an_unsharded_state(stage):
     check(partial(goes_on_from_an_unsharded_state, "adamw", True), stage)
@@ -211,6 +213,7 @@ def goes_back_to_an_unsharded_state(wrap, rank):
     return full(model)
 
 
+@pytest.mark.slow(but=("zero1-small", "zero3", "fully_shard"))
 @pytest.mark.parametrize("stage", STAGES)
 def test_goes_back_to_an_unsharded_state(stage):
     check(goes_back_to_an_unsharded_state, stage)
@@ -234,6 +237,7 @@ def loads_own_state(rank, world, stage, saved):
     return None
 
 
+@pytest.mark.slow(but=("fully_shard",))
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_a_rank_s_own_state_of_another_number_of_ranks_is_an_error(stage):
     saved = run_ranks(saves_own_state, 3, stage)
@@ -257,6 +261,7 @@ def storages(rank, world, stage):
     return found
 
 
+@pytest.mark.slow(but=("fully_shard",))
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_each_tensor_has_a_storage_of_its_own(stage):
     for found in run_ranks(storages, 2, stage):

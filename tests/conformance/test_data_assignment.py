@@ -182,6 +182,7 @@ def test_assigning_to_data_of_shards_is_an_error(stage, script):
     check(script, stage, error=ASSIGNED)
 
 
+@pytest.mark.slow(but=("fully_shard",))
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_swaps_tensors(stage):
     """DDP itself fails: swapped parameters have lost the node that it hooks."""

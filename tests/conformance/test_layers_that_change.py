@@ -160,6 +160,7 @@ def test_a_layer_is_added(change, stage):
     check(Call(changes, change, False), stage, error=ADDED.format(CHANGES[change]))
 
 
+@pytest.mark.slow(but=("zero1-small", "zero2"))
 @pytest.mark.parametrize("stage", REDUCING)
 def test_a_layer_is_added_after_the_first_step(stage):
     check(Call(changes, to_a_group, True), stage, error=ADDED.format("extra.weight"))
@@ -172,6 +173,7 @@ def old_ones_stay(module, optimizer):
     return [optimizer]
 
 
+@pytest.mark.slow(but=("zero1-small", "zero2"))
 @pytest.mark.parametrize("stage", REDUCING)
 def test_a_replaced_layer_is_in_no_optimizer(stage):
     error = r"parameter 'head.weight' and 1 more of the module is another tensor"

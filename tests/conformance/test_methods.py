@@ -221,6 +221,7 @@ def test_a_method_names_the_remedy():
     check(calls_a_method, "zero3", error="register_fsdp_forward_method")
 
 
+@pytest.mark.slow(but=("fully_shard",))
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_a_registered_method(stage):
     check(calls_a_registered_method, stage)
@@ -324,6 +325,7 @@ def removes_and_freezes(wrap, rank):
     return {}
 
 
+@pytest.mark.slow(but=("fully_shard",))
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_layers_that_are_removed_or_frozen(stage):
     check(Script(not_under_ddp, removes_and_freezes), stage)
@@ -342,6 +344,7 @@ def with_another_model(wrap, rank):
     return full(model)
 
 
+@pytest.mark.slow(but=("fully_shard",))
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_an_optimizer_of_two_models(stage):
     check(with_another_model, stage)
@@ -382,6 +385,7 @@ def goes_on_after_a_backward_that_failed(wrap, rank):
     return full(model)
 
 
+@pytest.mark.slow(but=("fully_shard",))
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_goes_on_after_a_backward_that_failed(stage):
     check(Script(instead_of_ddp, goes_on_after_a_backward_that_failed), stage)

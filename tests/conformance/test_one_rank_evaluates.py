@@ -103,6 +103,7 @@ def one_leaves_out(who, rank, world, stage):
     return ""
 
 
+@pytest.mark.slow(but=("fully_shard",))
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_a_backward_that_a_rank_leaves_out_is_named_on_every_rank(stage):
     for raised in run_ranks(partial(one_leaves_out, 1), 2, stage, timeout=40.0):

@@ -341,6 +341,7 @@ def test_hooks_see_and_change_what_they_do_under_ddp(script, stage):
     check(script, stage)
 
 
+@pytest.mark.slow(but=("zero1-small", "zero3"))
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "fully_shard"])
 def test_hooks_from_before_wrapping_see_what_they_do_under_ddp(stage):
     """fully_shard() makes other parameters, which such an optimizer does not have."""
@@ -378,6 +379,7 @@ def derived_with_hooks(wrap, rank):
     return derived(wrap, rank, hooked=True)
 
 
+@pytest.mark.slow(but=("zero1-small",))
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage[:5] in ("zero1", "zero2")])
 def test_hooks_that_torch_calls_twice_are_an_error(stage):
     check(derived_without_hooks, stage)

@@ -278,6 +278,7 @@ def looks_at_rows(wrap, rank):
     return with_state(model, optimizer) | found
 
 
+@pytest.mark.slow(but=("zero1-small", "zero2"))
 @pytest.mark.parametrize("stage", REPLICATED)
 def test_state_of_whole_matrices(stage):
     check(looks_at_rows, stage)
@@ -300,6 +301,7 @@ def copies(wrap, rank):
     return full(model)
 
 
+@pytest.mark.slow(but=("zero1-small",))
 @pytest.mark.parametrize("stage", SPREAD)
 def test_what_cannot_be_is_an_error(stage):
     check(views, stage, error="view of a value of the optimizer's state.*copy_")

@@ -83,6 +83,7 @@ def test_an_optimizer_holds_frozen_integers(script, stage):
     check(script, stage)
 
 
+@pytest.mark.slow(but=("zero1-small", "zero3"))
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "fully_shard"])
 def test_an_optimizer_made_before_holds_frozen_integers(stage):
     check(holds_codes_made_before, stage)
@@ -145,6 +146,7 @@ def lies_in_one_storage(wrap, rank):
     return with_words(wrap, rank, module)
 
 
+@pytest.mark.slow(but=("zero1-small", "zero3", "fully_shard"))
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_that_share_memory(stage):
     """fully_shard is called for each layer, so the two are met in different calls."""
@@ -167,6 +169,7 @@ def test_parameters_that_share_memory(stage):
         check(keeps_a_buffer_of_a_parameter, stage, error=f"{names}.*share memory")
 
 
+@pytest.mark.slow(but=("zero1-small", "zero3", "fully_shard"))
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_that_share_a_storage_or_are_one(stage):
     check(ties_by_parameter, stage)
@@ -260,6 +263,7 @@ def test_views_of_parameters_stay_views(make, stage):
     check(_Keeps(make), stage)
 
 
+@pytest.mark.slow(but=("two_optimizers-{'elastic': True}", "adamw-{'shared_memory': False}"))
 @pytest.mark.parametrize("options", [{"elastic": True}, {"shared_memory": False}], ids=str)
 @pytest.mark.parametrize("make", [adamw, two_optimizers, adafactor], ids=lambda m: m.__name__)
 def test_views_stay_views_with_other_features(make, options):
@@ -275,6 +279,7 @@ def keeps_views_from_before_wrapping(wrap, rank):
     return full(model) | {str(i): view.clone() for i, view in enumerate(views)}
 
 
+@pytest.mark.slow(but=("zero1-small", "zero2"))
 @pytest.mark.parametrize("stage", REPLICATED)
 def test_views_from_before_wrapping_stay_views(stage):
     check(keeps_views_from_before_wrapping, stage)
@@ -299,6 +304,7 @@ def assigns_data(wrap, rank):
     return full(model) | results
 
 
+@pytest.mark.slow(but=("zero1-small", "zero2"))
 @pytest.mark.parametrize("stage", REPLICATED)
 def test_assigned_data_counts(stage):
     check(assigns_data, stage)

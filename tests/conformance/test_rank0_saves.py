@@ -152,6 +152,7 @@ def saves_two(wrap, rank):
     return {**full(model), **saved}
 
 
+@pytest.mark.slow(but=("zero2",))
 @pytest.mark.parametrize("stage", SHARED)
 def test_rank_0_saves_two_optimizers(stage):
     for expected, found in run_ranks(two_ways, 2, stage):
@@ -189,6 +190,7 @@ def saves_sparse(wrap, rank):
     return {**full(model), **momentum}
 
 
+@pytest.mark.slow(but=("zero1",))
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
 def test_rank_0_saves_sparse_momentum(stage):
     check(saves_sparse, stage, world=3)
@@ -217,6 +219,7 @@ def resumes(wrap, rank):
     return full(model)
 
 
+@pytest.mark.slow(but=("zero1-small",))
 @pytest.mark.parametrize("stage", SAVED)
 def test_training_resumes_from_what_rank_0_has_saved(stage):
     check(resumes, stage)
@@ -238,6 +241,7 @@ def saves_after_loading(wrap, rank):
     return {**full(model), **saved}
 
 
+@pytest.mark.slow(but=("zero1-small",))
 @pytest.mark.parametrize("stage", SAVED)
 def test_rank_0_saves_a_state_that_all_have_loaded(stage):
     check(saves_after_loading, stage)
@@ -257,6 +261,7 @@ def saves_by_name(wrap, rank):
     return saved
 
 
+@pytest.mark.slow(but=("zero1-small",))
 @pytest.mark.parametrize("stage", SAVED)
 def test_rank_0_calls_get_optimizer_state_dict(stage):
     check(saves_by_name, stage)
@@ -461,6 +466,7 @@ def dies_while_serving(rank, world, folder):
             optimizer.state_dict()
         except Exception as error:
             Path(folder, "error").write_text(f"{type(error).__name__}: {error}")
+        os._exit(0)  # nobody is left to leave together with
     time.sleep(5)
 
 

@@ -28,6 +28,7 @@ def trains_on_other_data(wrap, rank):
     return full(model)
 
 
+@pytest.mark.slow(but=("zero1-small", "zero3", "fully_shard"))
 @pytest.mark.parametrize("stage", STAGES)
 def test_trains(stage):
     check(trains, stage)

@@ -89,6 +89,7 @@ def meet(rank, world, prepare):
     os._exit(NAMED if caught.value.ranks == [FIRST] and soon else 1)
 
 
+@pytest.mark.slow("is_stopped")
 @pytest.mark.parametrize("prepare", [stops_itself, is_stopped])
 def test_who_stops_once_it_has_come_is_named(prepare):
     with pytest.raises(RankError) as caught:

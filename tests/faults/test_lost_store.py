@@ -92,6 +92,7 @@ def test_training_goes_on():
     assert len(set(run_ranks(with_store, 3, trains))) == 1
 
 
+@pytest.mark.slow("thaws")
 @pytest.mark.parametrize("work", [wraps, thaws])
 def test_every_rank_names_the_one_that_has_lost_the_store(work):
     texts = run_ranks(with_store, 3, work)

@@ -94,6 +94,7 @@ def go_on(rank, world, stage, folder, reads):
     return train(model, 0, optimizer, steps=2)[0]
 
 
+@pytest.mark.slow(but=("3-2-worlds0", "0-3-worlds3"))
 @pytest.mark.parametrize(
     ("writer", "reader", "worlds"),
     [

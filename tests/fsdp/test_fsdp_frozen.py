@@ -82,6 +82,7 @@ def adapters(rank, world, way):
     return whole(model.parameters())
 
 
+@pytest.mark.slow(but=("a unit per layer",))
 @pytest.mark.parametrize("way", WAYS)
 def test_adapters_train_as_in_one_process_and_the_base_stays(way):
     start, alone = list(adapted().parameters()), train(adapted(), range(2))

@@ -69,6 +69,7 @@ def at_rest(rank, world, way):
     return held / (16 * numel / world), held_bytes(whole), len(whole)
 
 
+@pytest.mark.slow(but=("fully_shard-2", "zero=3-4"))
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_holds_16_bytes_per_parameter_and_rank(way, world):
@@ -94,6 +95,7 @@ def offloaded(rank, world, pinned):
     return [farthest(weights[0], others) for others in weights[1:]], places
 
 
+@pytest.mark.slow("True")
 @pytest.mark.parametrize("pinned", [True, False])
 def test_offloading_to_where_everything_is(pinned):
     for (apart, *beside_fsdp2), places in run_ranks(offloaded, 2, pinned):

@@ -111,6 +111,7 @@ def one_unit(rank, world, options):
     return gathered, links.core.most_bytes(), whole, unit.bytes_to_gather(), unit.bytes_to_reduce()
 
 
+@pytest.mark.slow(but=("plain-2", "coded-3"))
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("how", ALONE)
 def test_what_a_unit_takes_is_known_before(how, world):

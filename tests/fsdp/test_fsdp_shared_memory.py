@@ -79,7 +79,7 @@ def both(rank, world, make):
     return [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]
 
 
-@pytest.mark.slow("fully_shard-2", "fully_shard-3", "zero=3-2", "zero=3-3")
+@pytest.mark.slow(but=("large-2", "lower precision-3"))
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_are_those_through_the_group(world, way):

@@ -47,8 +47,12 @@ class Many(nn.Module):
 WAYS = {"zero3": lambda model: FastDDP(model, zero=3), "fully_shard": fully_shard}
 
 
-def calls(rank, world, way, params):
-    """Return the calls of wrapping, of a step, and of loading a state dict."""
+def calls(rank, world, way):
+    """Return the calls of wrapping, of a step, and of loading: for few parameters and for many."""
+    return [calls_for(way, params) for params in (100, 400)]
+
+
+def calls_for(way, params):
     module = Many(params)
     with Counter() as wrapping:
         model = WAYS[way](module)
@@ -65,15 +69,20 @@ def calls(rank, world, way, params):
     return wrapping.calls, step.calls, loading.calls
 
 
+@pytest.mark.slow("fully_shard")
 @pytest.mark.parametrize("way", WAYS)
 def test_calls_grow_as_the_number_of_parameters(way):
-    few, many = (run_ranks(calls, 2, way, params)[0] for params in (100, 400))
+    few, many = run_ranks(calls, 2, way)[0]
     for before, after in zip(few, many, strict=True):
         assert after <= 4.4 * before
 
 
-def calls_of_one_storage(rank, world, params):
-    """Return the calls of wrapping a module whose parameters were made views of one tensor."""
+def calls_of_one_storage(rank, world):
+    """Return the calls of wrapping modules whose parameters were made views of one tensor."""
+    return [calls_of_views(params) for params in (100, 400)]
+
+
+def calls_of_views(params):
     module = Many(params)
     nn.utils.vector_to_parameters(
         nn.utils.parameters_to_vector(module.parameters()), module.parameters()
@@ -86,5 +95,5 @@ def calls_of_one_storage(rank, world, params):
 
 
 def test_calls_grow_as_the_number_of_parameters_in_one_storage():
-    few, many = (run_ranks(calls_of_one_storage, 1, params)[0] for params in (100, 400))
+    few, many = run_ranks(calls_of_one_storage, 1)[0]
     assert many <= 4.4 * few

@@ -98,6 +98,7 @@ def ddp(rank, world):
     return all(torch.allclose(a, b, 1e-4, 1e-6) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.slow("1")
 @pytest.mark.parametrize("seed", range(2))
 def test_torchs_ddp_trains_as_on_the_cpu(seed):
     assert all(run_simulated(ddp, 2, seed=seed, lag=3.0))

@@ -168,6 +168,7 @@ def changed(rank, world, options):
     return norms
 
 
+@pytest.mark.slow("{'zero': 2}", "{}")
 @pytest.mark.parametrize(
     "options", [{"zero": 1}, {"zero": 2}, {}, {"shared_memory": False}], ids=str
 )

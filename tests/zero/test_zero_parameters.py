@@ -123,6 +123,7 @@ def of_ranks(rank, world, wire, shared):
     return weights(model), equal(kept, rounded)
 
 
+@pytest.mark.slow("True-fp8_e4m3", "False-int8")
 @pytest.mark.parametrize("wire", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_three_ranks_hold_the_same_rounded_masters(wire, shared):

@@ -58,6 +58,7 @@ def in_turns(rank, world, make, zero):
     return [*weights, *losses], calls, getattr(optimizer, "made", 0), buckets
 
 
+@pytest.mark.slow(but=("adamw", "counting"))
 @pytest.mark.parametrize("make", ["sgd", "adamw", "adamw fused", "rprop", "counting"])
 def test_steps_in_turns_are_one_step(make):
     wanted = run_ranks(in_turns, 2, make, 0)

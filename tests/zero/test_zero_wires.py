@@ -175,6 +175,7 @@ def kept_back(rank, world, wire, local):
     return steps
 
 
+@pytest.mark.slow("3-auto-1")
 @pytest.mark.parametrize(("world", "form", "local"), [(3, "auto", 1), (4, "hierarchical", 2)])
 def test_nothing_is_lost_with_error_feedback(world, form, local):
     wire = Wire("int4", form, error_feedback=True)
