@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from tests.build.layers import CPP_LAYERS, MODULE_LAYERS, PACKAGE_LAYERS
@@ -11,6 +12,11 @@ PACKAGE = ROOT / "fastsync"
 CSRC = ROOT / "csrc"
 LONGEST_FUNCTION = 80
 MOST_ANY = 15  # per thousand lines
+
+
+@cache
+def parsed(path):
+    return ast.parse(path.read_text())
 
 
 def python_files():
@@ -69,7 +75,7 @@ def test_python_imports_point_down():
     wrong = [
         f"{path.relative_to(PACKAGE)} imports {other}.{name}"
         for path in python_files()
-        for other, name in imported(ast.parse(path.read_text()))
+        for other, name in imported(parsed(path))
         if not points_down(*place_of(path), other, name)
     ]
     assert not wrong
@@ -175,7 +181,7 @@ def mentions_of_any(tree):
 def test_types_are_said():
     files = [*python_files(), *PACKAGE.glob("*.pyi")]
     lines = sum(len(path.read_text().splitlines()) for path in files)
-    found = sum(len(list(mentions_of_any(ast.parse(path.read_text())))) for path in files)
+    found = sum(len(list(mentions_of_any(parsed(path)))) for path in files)
     assert found <= MOST_ANY * lines / 1000, f"{found} of Any in {lines} lines"
     assert len(list(mentions_of_any(ast.parse("from typing import Any\nx: list[Any] = []")))) == 2
 
@@ -188,7 +194,7 @@ def environment_reads(tree):
 
 def test_the_environment_is_read_in_two_places():
     for path in python_files():
-        lines = list(environment_reads(ast.parse(path.read_text())))
+        lines = list(environment_reads(parsed(path)))
         assert not lines or path.parent.name == "_build", f"{path.name}, lines {lines}"
     named = set(
         re.findall(r'environ\.get\("(\w+)"', (PACKAGE / "_build" / "recipe.py").read_text())
@@ -199,7 +205,7 @@ def test_the_environment_is_read_in_two_places():
 
 
 def python_functions(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, node.end_lineno - node.lineno + 1, node
 
@@ -243,7 +249,7 @@ def test_the_scan_sees_functions():
     """Keep the limit above from passing on an empty list."""
     assert len(list(python_functions(PACKAGE / "ddp" / "fast_ddp.py"))) > 10
     assert len(list(cpp_functions(CSRC / "reducer" / "reducer.cpp"))) > 20
-    assert len(list(imported(ast.parse((PACKAGE / "ddp" / "fast_ddp.py").read_text())))) > 3
+    assert len(list(imported(parsed(PACKAGE / "ddp" / "fast_ddp.py")))) > 3
 
 
 # Benchmarks and examples likewise: folders from the lowest, then the modules within each. Examples
@@ -328,7 +334,7 @@ def test_imports_of_benchmarks_and_examples_point_down():
     wrong = [
         f"{path.relative_to(ROOT)} imports {other}.{name}"
         for path in measuring_files(".py")
-        for other, name in measuring_imports(ast.parse(path.read_text()))
+        for other, name in measuring_imports(parsed(path))
         if not measuring_points_down(*module_name(path), other, name)
     ]
     assert not wrong
@@ -336,9 +342,9 @@ def test_imports_of_benchmarks_and_examples_point_down():
 
 def test_the_package_knows_of_no_benchmark_and_no_example():
     for path in python_files():
-        assert not list(measuring_imports(ast.parse(path.read_text()))), path.name
+        assert not list(measuring_imports(parsed(path))), path.name
 
 
 def test_the_scan_sees_imports_of_benchmarks():
-    found = set(measuring_imports(ast.parse((ROOT / "bench" / "commands" / "step.py").read_text())))
+    found = set(measuring_imports(parsed(ROOT / "bench" / "commands" / "step.py")))
     assert {("bench.measure", "benchmark"), ("examples.common", "rounds")} <= found

@@ -243,11 +243,11 @@ def quoted_errors():
         yield from re.findall(r'"([^"]+)"', cell)
 
 
-@pytest.mark.parametrize("error", list(quoted_errors()))
-def test_quoted_errors_exist(error):
+def test_quoted_errors_exist():
     """Each text in docs/troubleshooting.md is in the sources, where `…` stands for anything."""
     sources = [*ROOT.glob("fastsync/**/*.py"), *ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("csrc/*.h")]
     code = "".join(source.read_text() for source in sources)
     code = re.sub(r'"\s+f?"', "", code)  # adjacent literals are one text
-    for part in filter(None, (part.strip(" ,:") for part in error.split("…"))):
-        assert part in code, f"no error says {part!r}"
+    parts = {part.strip(" ,:") for error in quoted_errors() for part in error.split("…")}
+    assert len(parts) > 50
+    assert not [part for part in parts if part not in code], "no error says so"
