@@ -4,11 +4,14 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fastsync.config.policy import BucketPolicy, SyncPolicy
-from fastsync.config.topology import Network
+from fastsync.config.topology import Network, Span
+from fastsync.reducer.agreement import PlanFacts, agree_on_plan
 from fastsync.reducer.buckets import ParamSpec, make_plan, settled_order
 from fastsync.wire.formats import FORMATS, Wire
+from tests.helpers.teams import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -240,3 +243,70 @@ def test_a_settled_order_names_the_same_parameters(seed):
     settled = settled_order(ready, groups)
     assert sorted(settled) == sorted(ready)
     assert settled_order(settled, groups) == settled
+
+
+# --- Agreement of ranks before they make a plan
+
+
+def different_views(rank, world, latency):
+    trained = [rank == 1, False, rank == 0, True]
+    order = [3, 2] if rank == 0 else [0, 3, 2]
+    mine = PlanFacts(trained, order, Network(1e6 * (rank + 1), latency * (rank + 1)))
+    return agree_on_plan(mine, dist.group.WORLD, CPU)
+
+
+def test_any_rank_trains_the_first_one_orders_and_the_fastest_has_measured():
+    for agreed in run_ranks(different_views, 3, 0.25):
+        assert agreed == PlanFacts([True, False, True, True], [3, 2], Network(3e6, 0.25))
+
+
+def test_a_latency_that_nobody_knows_is_measured_and_the_same_on_all_ranks():
+    first, *others = run_ranks(different_views, 3, 0.0)
+    assert first.network.latency > 0
+    assert all(other == first for other in others)
+
+
+def nothing_measured(rank, world):
+    return agree_on_plan(PlanFacts([True], [0], Network()), dist.group.WORLD, CPU)
+
+
+def test_no_latency_is_measured_where_no_rate_is():
+    for agreed in run_ranks(nothing_measured, 2):
+        assert agreed == PlanFacts([True], [0], Network())
+
+
+def alone(rank, world):
+    mine = PlanFacts([True], [0], Network(5.0))
+    return agree_on_plan(mine, dist.group.WORLD, CPU) is mine
+
+
+def test_a_single_rank_agrees_with_itself():
+    assert run_ranks(alone, 1) == [True]
+
+
+# --- Capacity of a network
+
+
+SPAN = Span(seconds=0.01, latencies=5)
+
+
+def test_nothing_is_known_before_a_rate_is():
+    assert not Network().known
+    assert not Network(latency=1.0).known
+    assert Network(1.0).known
+
+
+@pytest.mark.parametrize(
+    ("latency", "wanted"), [(0, 1000), (0.001, 1000), (0.002, 1000), (0.004, 2000), (1, 5000)]
+)
+def test_the_longer_of_a_time_and_so_many_latencies_counts(latency, wanted):
+    assert Network(100e3, latency).carries(SPAN, 500, 5000) == wanted
+
+
+def test_sizes_have_bounds():
+    assert Network(1.0).carries(SPAN, 500, 5000) == 500
+    assert Network(1e9).carries(SPAN, 500, 5000) == 5000
+
+
+def test_other_bytes_take_the_same_latency():
+    assert Network(8.0, 0.5).at_share(0.25) == Network(2.0, 0.5)

@@ -64,7 +64,7 @@ FAULTS = [
         "fastsync/reducer/agreement.py",
         "network.nbytes :].amax(dim=0)",
         "network.nbytes :].amin(dim=0)",
-        "tests/ddp/test_plan_agreement.py"
+        "tests/ddp/test_bucket_plan.py"
         "::test_any_rank_trains_the_first_one_orders_and_the_fastest_has_measured",
     ),
     Fault(
@@ -93,7 +93,7 @@ FAULTS = [
         "fastsync/reducer/engine.py",
         "if p.name not in shapes])",
         "if p.name in shapes])",
-        "tests/wire/test_set_wire.py"
+        "tests/wire/test_wire_steps.py"
         "::test_a_wire_without_feedback_frees_residuals_and_one_with_it_keeps_them",
     ),
     Fault(
@@ -325,7 +325,7 @@ FAULTS = [
         "fastsync/zero/dcp_chunks.py",
         "order = sorted(range(like.dim()), key=lambda dim: -strides[dim])",
         "order = list(range(like.dim()))",
-        "tests/zero/test_rectangles.py"
+        "tests/zero/test_shard_layout.py"
         "::test_parts_of_a_tensor_make_up_the_whole_in_any_memory_format",
     ),
     # --- fastsync/fsdp

@@ -1,10 +1,17 @@
 """The simulated device by itself: plain torch on it, what waits, and memory that is reused."""
 
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import PrefixStore, distributed_c10d
 
+from fastsync import FastDDP
+from tests.fsdp.fsdp_models import loss_of, net, words
 from tests.helpers import models
+from tests.simulated.measure import BUCKETS, measure
 from tests.simulated.ranks import run_simulated
 
 DEVICE = "sim"
@@ -164,3 +171,80 @@ def lagging(rank, world):
 
 def test_streams_lag_at_random():
     assert 2 < run_simulated(lagging, 1)[0] < 38
+
+
+# --- Memory at the peak of a step, in units of the parameters' bytes
+
+
+BLOCKS, WIDTH = 6, 128
+
+
+def peak_of(case, world=2):
+    return max(found[0] for found in run_simulated(measure, world, case, BLOCKS, WIDTH))
+
+
+def largest_bucket(rank, world):
+    """Return its part of the parameters' bytes, in the plan that follows the first step."""
+    from tests.simulated.device import placed
+
+    model = net(BLOCKS, WIDTH)
+    size = 4 * sum(p.numel() for p in model.parameters())
+    wrapped = FastDDP(placed(model), bucket_cap_mb=size / BUCKETS / 2**20, zero=2)
+    for step in range(2):
+        loss_of(wrapped, words(rank, step).to(DEVICE)).backward()
+    return max(bucket.nbytes for bucket in wrapped.reducer.engine.plan.buckets) / size
+
+
+@pytest.mark.slow
+def test_stages_hold_two_buckets_more_than_they_must():
+    """Activations and what the optimizer's step takes are those of DDP, which holds 4 besides."""
+    plain, bucket = peak_of("DDP, views"), run_simulated(largest_bucket, 2)[0]
+    least = {"zero=0": 4.0, "zero=1": 3.0, "zero=2": 2.5}
+    for case, held in least.items():
+        assert peak_of(case) <= plain - 4.0 + held + 2 * bucket, case
+
+
+@pytest.mark.slow
+def test_units_hold_no_more_than_those_of_fsdp2():
+    assert peak_of("fully_shard") <= peak_of("FSDP2")
+
+
+# --- Process groups of fastsync's own, where the default group is bound to a device
+
+
+def bind(rank, world):
+    """Make the default group anew, as `init_process_group(device_id=...)` does."""
+    from tests.simulated.device import GROUP
+
+    store = PrefixStore("bound", distributed_c10d._get_default_store())
+    dist.barrier()
+    dist.destroy_process_group()
+    bound = torch.device(DEVICE, 0)
+    limit = timedelta(minutes=1)
+    dist.init_process_group(
+        GROUP, store=store, rank=rank, world_size=world, timeout=limit, device_id=bound
+    )
+    return bound
+
+
+def make_parts(rank, world):
+    """Return how often torch looked for what to split, and a sum over a group of two of 3 ranks."""
+    from fastsync.reducer.process_groups import OwnGroups, new_part
+
+    bound = bind(rank, world)
+    pair = dist.new_group([0, 1])
+    if rank == 2:
+        return 0, 2.0, True
+    splits, of_torch = [], distributed_c10d._get_split_source
+    distributed_c10d._get_split_source = lambda group: splits.append(group) or of_torch(group)
+    try:
+        part = new_part(pair, 2, "a part of the world", OwnGroups())
+    finally:
+        distributed_c10d._get_split_source = of_torch
+    x = torch.ones(3, device=DEVICE)
+    dist.all_reduce(x, group=part)
+    return len(splits), x[0].item(), dist.group.WORLD.bound_device_id == bound
+
+
+def test_a_part_of_the_world_needs_no_other_ranks():
+    assert run_simulated(make_parts, 3) == [(0, 2.0, True)] * 3
