@@ -25,9 +25,8 @@ from tests.fsdp.fsdp_models import (
     whole,
     words,
 )
-from tests.fuzz.random_cases.wires import Halves
 from tests.helpers.teams import run_ranks
-from tests.wire.reference_codes import ROUND, by_shares
+from tests.wire.reference_codes import ROUND, Halves, by_shares
 from tests.zero.parameter_losses import NUDGED, rows_of
 from tests.zero.parameter_losses import loss_of as train_with
 

@@ -5,7 +5,8 @@ import pytest
 from fastsync import Wire
 from fastsync.wire.formats import FORMATS
 from tests.helpers.devices import TRANSPORTS, needs_gpu, run_cuda_ranks
-from tests.wire.test_wire import TOLERANCE, Halves, errors_of_steps
+from tests.wire.reference_codes import Halves
+from tests.wire.test_wire import TOLERANCE, errors_of_steps
 
 pytestmark = needs_gpu
 FORMS = ("two_shot", "gather")

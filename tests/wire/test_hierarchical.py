@@ -12,9 +12,9 @@ from fastsync.config.arguments import grouped
 from fastsync.config.policy import BucketPolicy
 from fastsync.wire.formats import FORMATS
 from tests.helpers.teams import run_ranks
+from tests.wire.reference_codes import Halves
 from tests.wire.test_wire import (
     TOLERANCE,
-    Halves,
     errors_of_steps,
     flat_grads,
     inputs,

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastsync import Codec, FastDDP, Wire, register_codec
+from fastsync import FastDDP, Wire, register_codec
 from fastsync.testing import run_ranks
 from fastsync.wire.formats import FORMATS, make_codec, wire_formats
 from tests.helpers.models import many
+from tests.wire.reference_codes import GatheredHalves, Halves
 
 # Of the norm of random gradients: what a format keeps, at two roundings.
 TOLERANCE = {
@@ -240,26 +241,6 @@ def test_warmup_steps_travel_as_they_are():
 def test_overrides_by_name():
     found = run_ranks(plans, 2, Wire("int8", overrides={"*.bias": "fp32", "0.*": "bf16"}))[0]
     assert set(found[-1]) == {"fp32", "bf16", "int8"}
-
-
-class Halves(Codec):
-    """A user's codec, plain: float16 by torch."""
-
-    name = "halves"
-
-    def coded_bytes(self, numel):
-        return 2 * numel
-
-    def encode(self, values, wire):
-        wire.view(torch.float16).copy_(values)
-
-    def decode(self, wire, values):
-        values.copy_(wire.view(torch.float16))
-
-
-class GatheredHalves(Halves):
-    form = "gather"
-    error_feedback = False
 
 
 @pytest.mark.slow("Halves")

@@ -22,7 +22,7 @@ from fastsync.zero.gradient_proxies import ShardedGradient
 from fastsync.zero.partition import cut_by_elements
 from tests.fuzz.random_cases.wires import BOUNDS
 from tests.helpers.teams import run_ranks
-from tests.wire.test_wire import Halves
+from tests.wire.reference_codes import Halves
 from tests.zero.zero_loops import STEPS, batch, net, train
 
 LR = 0.1

@@ -2,10 +2,9 @@
 
 import dataclasses
 
-import torch
-
-from fastsync import Codec, TopK, Wire
+from fastsync import TopK, Wire
 from fastsync.wire.formats import FORMATS
+from tests.wire.reference_codes import GatheredHalves, Halves
 
 __all__ = ["BLOCK_BOUNDS", "EXACT_WIRES", "draw_wire", "tolerance"]
 
@@ -25,26 +24,6 @@ BLOCK_BOUNDS = {
 }
 BOUNDS = {"fp32": (2**-23, 0.0), "bf16": (2**-8, 0.0), **BLOCK_BOUNDS}
 FP32 = 2**-23
-
-
-class Halves(Codec):
-    """A user's codec: float16 by torch. Off by 2^-11 of a number, or by 2^-25."""
-
-    name = "halves"
-
-    def coded_bytes(self, numel):
-        return 2 * numel
-
-    def encode(self, values, wire):
-        wire.view(torch.float16).copy_(values)
-
-    def decode(self, wire, values):
-        values.copy_(wire.view(torch.float16))
-
-
-class GatheredHalves(Halves):
-    form = "gather"
-    error_feedback = False
 
 
 def draw_wire(rng, world, dense=True):
