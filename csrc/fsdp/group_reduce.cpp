@@ -372,4 +372,32 @@ std::vector<at::Tensor> Unit::deliver(const UnitLayout& layout, const at::Tensor
   return results;
 }
 
+void Unit::add_up_when_there(const std::shared_ptr<Reduction>& reduction) {
+  reduction->added = links_->adder.submit([this, reduction, done = reduction->movement->on_done()] {
+    reduction->in_flight->wait();
+    const std::lock_guard<std::mutex> lock(reduction->mutex);
+    if (reduction->abandoned) return false;
+    reduction->in_flight.reset();
+    add_up(*reduction);
+    if (done) done();
+    return false;
+  });
+}
+
+void Unit::abandon(Reduction& reduction) {
+  const std::lock_guard<std::mutex> lock(reduction.mutex);
+  reduction.abandoned = true;
+}
+
+void Unit::await(Reduction& reduction) {
+  if (reduction.added) {
+    reduction.movement->await([&](auto time) { return reduction.added->is_done_within(time); },
+                              [&] { reduction.added->wait(); });
+  } else {
+    reduction.movement->await(nullptr, [&] {
+      if (reduction.in_flight) reduction.in_flight->wait();
+    });
+  }
+}
+
 }  // namespace fastsync::engine

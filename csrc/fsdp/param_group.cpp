@@ -272,4 +272,22 @@ void Unit::release() {
   links_->pool.give(whole_.take_back());
 }
 
+int64_t Unit::bytes_leaving(Direction direction, const UnitLayout& layout) const {
+  const bool gathers = direction == Direction::kGather;
+  const auto each =
+      static_cast<int64_t>(c10::elementSize(gathers ? dtypes_.compute : dtypes_.reduce));
+  if (!by_messages()) return (ranks_ - 1) * layout.chunk * each;
+  int64_t sent = (ranks_ - 1) * layout.packed;
+  for (const UnitPlace& place : layout.places) {
+    if (!place.direct) continue;
+    const int64_t own = share_of(place.member, rank_).numel;
+    sent += gathers ? (ranks_ - 1) * own : members_[place.member].numel() - own;
+  }
+  return sent * each;
+}
+
+std::unique_ptr<Movement> Unit::begin(Direction direction, int64_t bytes) const {
+  return std::make_unique<Movement>(links_->peers, name_, direction, bytes);
+}
+
 }  // namespace fastsync::engine

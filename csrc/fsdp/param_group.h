@@ -28,10 +28,10 @@
 // others' in place, so their gradients are freed at once. The first rank begins its sums with its
 // own part; so may the second, as a + b is b + a; the others copy theirs.
 //
-// With codes in the layout, both travel coded: [Note: codes of units] in unit_codes.h.
+// With codes in the layout, both travel coded: [Note: codes of units] in group_codes.h.
 //
 // Autograd saves whole members by their storages: each member is one permanent tensor, whose memory
-// comes and goes (../ops/loan.h). Autograd does not notice that it is filled again.
+// comes and goes (../ops/resizable_storage.h). Autograd does not notice that it is filled again.
 #pragma once
 
 #include <ATen/core/Tensor.h>

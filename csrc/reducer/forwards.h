@@ -1,4 +1,5 @@
-// Decides which backwards synchronise. //
+// Decides which backwards synchronise.
+//
 // [Note: which backwards synchronise]
 // A backward synchronises if it reaches the outputs of a forward outside no_sync() whose step has
 // not been made yet. So several forwards may come before their backwards, in any order, and each of

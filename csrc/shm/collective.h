@@ -1,5 +1,5 @@
 // Transitions of a flat buffer between ranks that share a machine, in memory that all of them map:
-// see shm_channel.h for how.
+// see channel.h for how.
 //
 // No thread of its own: at every launch a rank does its part of the sums that all have joined, and
 // where it waits it does what is left, or reads what the others have joined with. Threads would

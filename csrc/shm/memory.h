@@ -34,7 +34,7 @@ class SharedMemory {
 
   // In this rank's segment: zeros, or what lay there before after keep_pages().
   at::Tensor make_flat(int64_t numel, at::ScalarType dtype) const;
-  // See [Note: warm pages] in shm_segment.h.
+  // See [Note: warm pages] in segment.h.
   void keep_pages() const { mine_->keep_pages(); }
   void trim() const { mine_->trim(); }
   bool is_warm(size_t bytes) const { return mine_->is_warm(bytes); }

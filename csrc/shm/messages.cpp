@@ -201,7 +201,7 @@ ShmMessages::ShmMessages(std::shared_ptr<Collective> group, std::shared_ptr<Shar
   memory_->keep_pages();
 }
 
-// See [Note: memory that stays after its collective] in shm_collective.cpp.
+// See [Note: memory that stays after its collective] in collective.cpp.
 ShmMessages::~ShmMessages() {
   memory_->leave(table_);
   for (const Posted& posted : posted_) {
@@ -242,7 +242,7 @@ std::unique_ptr<ShmMessages::Letters> ShmMessages::post(const std::vector<Messag
 }
 
 // A rank that is ahead lets the others read before it takes memory that a step has not needed yet:
-// see [Note: one copy instead of two] in shm_collective.cpp.
+// see [Note: one copy instead of two] in collective.cpp.
 void ShmMessages::await_readers(size_t bytes) {
   constexpr std::chrono::milliseconds kMoment{200};
   const auto end = std::chrono::steady_clock::now() + kMoment;

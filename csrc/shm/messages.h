@@ -1,7 +1,7 @@
 // Messages between ranks that share a machine, in memory that all of them map; all else goes
 // through the process group.
 //
-// A rank copies what it sends into memory that the others read (shm_mail.h), and copies what it
+// A rank copies what it sends into memory that the others read (mailbox.h), and copies what it
 // receives from theirs, or reads it there. All of that happens on the threads that start an
 // exchange and wait for it: one of its own would take a core from the backward.
 #pragma once

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "../kernels/random.h"
 #include "../ops/ops.h"
 #include "code_buffers.h"
 

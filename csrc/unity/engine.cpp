@@ -3,7 +3,6 @@
 #include "../fsdp/group_codes.cpp"
 #include "../fsdp/group_log.cpp"
 #include "../fsdp/group_reduce.cpp"
-#include "../fsdp/group_wait.cpp"
 #include "../fsdp/param_group.cpp"
 #include "../reducer/autograd_hooks.cpp"
 #include "../reducer/bucket.cpp"

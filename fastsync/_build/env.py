@@ -1,6 +1,7 @@
 """Every environment variable that fastsync reads, as documented fields of one object.
 
-Nothing else in the package looks at the environment.
+Nothing else in the package looks at the environment, except for the toolkit and the compiler that
+build the extension (recipe.py).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ _CPP_NAMES = {
         "reducer_elastic reducer_plan reducer_skip reducer_state reducer_wait step_log "
         "survival timeline usage"
     ),
-    "fsdp": "group_codes group_log group_reduce group_wait param_group",
+    "fsdp": "group_codes group_log group_reduce param_group",
     "bindings": "groups module ops specs watch",
 }
 CPP_SOURCES = tuple(

@@ -12,8 +12,8 @@ class Span:
     """Shortest time that something should travel.
 
     Attributes:
-        seconds: for what comes before, or after, and is not hidden, this is not much.
-        latencies: and against this many latencies, one is not.
+        seconds: of a transfer that takes much longer than the work beside it that is not hidden.
+        latencies: of a transfer that takes much longer than one latency.
     """
 
     seconds: float

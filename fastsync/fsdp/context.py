@@ -52,7 +52,7 @@ S = TypeVar("S", bound=UnitState)
 
 
 def _nothing() -> None:
-    """Is prefetched."""
+    """Prefetch nothing: the caller has nothing to gather ahead."""
 
 
 def _trains(unit: Unit) -> bool:

@@ -14,7 +14,7 @@ What other ranks of a machine have sent is read where it lies, in memory that th
 | scattered (stages 1, 2) | shards | likewise; what is sent, and received, of three buckets |
 | scattered codes | shards, residuals | likewise, codes; copies of parameters that others read |
 | coded | codes sent and received, residuals, flat copies | gradients, until they are zeroed |
-| units (stage 3) | shards | gathered units, and gradients under way: unit_memory.py |
+| units (stage 3) | shards | gathered units, and gradients under way: group_memory.py |
 
 A CPU's library holds scratch memory beside results, which the trace notes too.
 """

@@ -178,7 +178,7 @@ CPP_LAYERS = [
     ["reducer/item_list", "reducer/precision", "fsdp/group_log", "fsdp/sharded_param"],
     ["fsdp/group_codes"],
     ["fsdp/param_group", "fsdp/group_gradients"],
-    ["fsdp/group_reduce", "fsdp/group_wait"],
+    ["fsdp/group_reduce"],
     ["reducer/bucket", "reducer/flags"],
     ["reducer/usage"],
     ["reducer/survival"],
