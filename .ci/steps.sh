@@ -131,7 +131,7 @@ package_with_oldest() {
   CXX=/bin/false FASTSYNC_CACHE_DIR=$cache PYTHONPATH=$WORK/site timeout 200 python "$ROOT/.ci/smoke.py" "${expect[@]}"
   replaced_in_spawned_processes "$cache" -m fastsync.run --with wire=bf16
   FASTSYNC_REPLACE_DDP=wire=bf16 replaced_in_spawned_processes "$cache" -m fastsync.run
-  PYTHONPATH=$WORK/site python -m fastsync.plan --params 7e9 --batch 1x512 --quiet
+  PYTHONPATH=$WORK/site python -m fastsync.plan --params 7e9 --batch 1x512
   if [[ -n $(ls -A "$cache") ]]; then
     echo "error: importing the installed package compiled something into the cache"
     return 1

@@ -50,15 +50,14 @@ def which() -> str:
     body = []
     for billions, world in itertools.product((1, 7, 70), (8, 64, 512)):
         asked = scenario(billions * 10**9, world)
-        advice = advise([asked.candidate(s) for s in asked.strategies(world)], asked)
+        best, _ = advise([asked.candidate(s) for s in asked.strategies(world)], asked)
         cells = ["nothing fits", "-", "-", "-"]
-        if best := advice.best:
+        if best:
             time = best.time
             cells = [best.strategy.name, gigabytes(best.memory.total), shown_seconds(time.mean)]
             cells.append(f"{time.efficiency:.0%}")
-        second = advice.second.strategy.name if advice.second else "-"
-        body.append((f"{billions} B", str(world), *cells, second))
-    headers = ("parameters", "GPUs", "fastest that fits", "memory", "step", "efficiency", "second")
+        body.append((f"{billions} B", str(world), *cells))
+    headers = ("parameters", "GPUs", "fastest that fits", "memory", "step", "efficiency")
     return markdown(headers, body)
 
 

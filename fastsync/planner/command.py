@@ -11,22 +11,18 @@ without memory. --batch is one rank's: samples x tokens, or samples x the sizes 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from fastsync.planner import quantities as q
 from fastsync.planner.options import asked_for
-from fastsync.planner.plan import make_plan_of, plan_json, plan_text
+from fastsync.planner.plan import plan_text
 from fastsync.wire.formats import make_codec
 
 __all__ = ["main"]
 
 _USAGE = 2
-_KINDS = ("0", "1", "2", "3", "hsdp")
 T = TypeVar("T")
 
 
@@ -42,16 +38,8 @@ def _typed(parse: Callable[[str], T]) -> Callable[[str], T]:
     return read
 
 
-def _choices(text: str, known: Sequence[str] | None = None) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(","))
-    for name in names:
-        if known is not None and name not in known:
-            raise ValueError(f"{name!r} is none of {', '.join(known)}")
-    return names
-
-
 def _wires(text: str) -> tuple[str, ...]:
-    names = _choices(text)
+    names = tuple(part.strip() for part in text.split(","))
     for name in names:
         make_codec(name)
     return names
@@ -76,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     what("--optimizer", default="adamw", help="of torch.optim, with --model (default: adamw)")
     what("--master-weights", action="store_true", help="fp32 masters of 16-bit parameters")
     what("--accumulate", type=_typed(q.whole), default=1, help="backwards per step")
+    what("--wires", type=_typed(_wires), default=("fp32",), help="of gradients: fp32,bf16,int8")
     where = parser.add_argument_group("where").add_argument
     where("--gpus", type=_typed(q.worlds), default=(8,), help="ranks: 64, or 8,64,512")
     where("--per-node", type=_typed(q.whole), default=8, help="ranks of a node (default: 8)")
@@ -88,14 +77,6 @@ def _parser() -> argparse.ArgumentParser:
     where("--latency", type=_typed(q.seconds), help="of a hop, instead of NCCL's tables: 20us")
     where("--backend", choices=("nccl", "gloo"), help="default: nccl, on a cpu gloo")
     where("--jitter", type=_typed(q.ratio), default=0.0, help="spread of ranks' speeds: 2%%")
-    what = parser.add_argument_group("what is tried").add_argument
-    what("--strategies", type=_typed(partial(_choices, known=_KINDS)), default=_KINDS)
-    what("--wires", type=_typed(_wires), default=("fp32",), help="of gradients: fp32,bf16,int8")
-    what("--bucket-cap-mb", type=float, help="as FastDDP's")
-    what("--no-checkpointing", action="store_true", help="do not try to recompute blocks")
-    out = parser.add_argument_group("what is written").add_argument
-    out("--json", type=Path, help="the plan for programs")
-    out("--quiet", action="store_true", help="print nothing")
     return parser
 
 
@@ -103,22 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = _parser().parse_args(arguments)
     try:
-        plan = make_plan_of(asked_for(args), args.gpus)
-        if not args.quiet:
-            print(plan_text(plan))
-        if args.json:
-            _write(args.json, json.dumps(plan_json(plan), indent=1) + "\n", args.quiet)
+        print(plan_text(asked_for(args), args.gpus))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return _USAGE
     return 0
-
-
-def _write(path: Path, text: str, quiet: bool) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--json: {path} cannot be written: {error.strerror}") from error
-    if not quiet:
-        print(f"wrote {path}")

@@ -166,13 +166,6 @@ class Cluster:
     inter: Link
     backend: str = "nccl"
 
-    def __post_init__(self) -> None:
-        if self.world > self.per_node and self.world % self.per_node:
-            raise ValueError(
-                f"{self.world} GPUs do not fill nodes of {self.per_node}; choose --gpus as a "
-                "multiple of --per-node"
-            )
-
     @property
     def nodes(self) -> int:
         return max(1, self.world // self.per_node)

@@ -14,13 +14,11 @@ from typing import cast
 import torch
 from torch import nn
 
-from fastsync.config.policy import BucketPolicy
 from fastsync.planner.formulas import adam_by_formula, transformer_of
 from fastsync.planner.hardware import Cluster, Device, device_named, links_of
 from fastsync.planner.record import Allocations, Record
 from fastsync.planner.scenario import Scenario, cached_optimizer
-from fastsync.planner.strategy import named
-from fastsync.planner.trace import Loss, StepError, TraceError, trace_model, trace_optimizer
+from fastsync.planner.trace import Loss, TraceError, trace_model, trace_optimizer
 
 __all__ = ["asked_for"]
 
@@ -35,8 +33,8 @@ def _check(args: argparse.Namespace) -> None:
     """Check that options go together; what does not is an error that names the option.
 
     Raises:
-        ValueError: it is unclear what is trained, an option would change nothing, ranks do not
-            fill nodes, or no strategy can have one of the wires.
+        ValueError: it is unclear what is trained, an option would change nothing, or ranks do not
+            fill nodes.
     """
     if (args.model is None) == (args.params is None):
         raise ValueError("say what is trained: --model or --params, one of them")
@@ -55,16 +53,6 @@ def _check(args: argparse.Namespace) -> None:
     if wrong:
         raise ValueError(
             f"--gpus: {wrong} do not fill nodes of {args.per_node}; choose a multiple of --per-node"
-        )
-    for wire in args.wires:
-        tried = (replace(named(kind, 1, 1), wire=wire) for kind in args.strategies)
-        if not any(strategy.possible for strategy in tried):
-            stages = ", ".join(args.strategies)
-            raise ValueError(f"--wires: {wire!r} goes with none of --strategies {stages}; add 0")
-    if set(args.strategies) == {"hsdp"} and args.gpus[0] <= args.per_node:
-        raise ValueError(
-            f"--strategies hsdp shares inside a node and repeats between nodes, but --gpus "
-            f"{args.gpus[0]} with --per-node {args.per_node} make one node"
         )
 
 
@@ -116,8 +104,7 @@ def _imported(name: str, option: str) -> Callable[..., object]:
         if place.endswith(".py"):
             path = Path(place).resolve()
             spec = importlib.util.spec_from_file_location(path.stem, path)
-            if spec is None or spec.loader is None or not path.is_file():
-                raise _OptionError(f"{option}: there is no file {place}")
+            assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             sys.path.insert(0, str(path.parent))
             sys.modules[path.stem] = module
@@ -125,10 +112,8 @@ def _imported(name: str, option: str) -> Callable[..., object]:
         else:
             sys.path.insert(0, "")
             module = importlib.import_module(place)
-    except _OptionError:
-        raise
     except Exception as error:
-        raise _OptionError(
+        raise ValueError(
             f"{option}: {place} cannot be imported: {type(error).__name__}: {error}"
         ) from error
     function = getattr(module, attribute, None)
@@ -177,20 +162,16 @@ def _tracer(args: argparse.Namespace) -> Callable[[int, bool], Record]:
     build, loss = _build(args.model), _loss_of(args.loss)
 
     def trace(samples: int, checkpointing: bool) -> Record:
-        if sys.stderr.isatty() and not args.quiet:
+        if sys.stderr.isatty():
             print(f"tracing {args.model}, {samples} samples ...", file=sys.stderr, flush=True)
         options = {"loss": loss, "dtype": args.dtype, "checkpointing": checkpointing}
         try:
             return trace_model(build, (samples, *sizes), **options)
         except _OptionError:
             raise
-        except StepError as error:
-            typed, traced = ("x".join(map(str, b)) for b in (args.batch, (samples, *sizes)))
-            raise ValueError(
-                f"--batch {typed} does not go through --model {args.model}: with {traced}, {error}"
-            ) from error
         except TraceError as error:
-            raise ValueError(f"--model {args.model}: {error}") from error
+            batch = "x".join(map(str, (samples, *sizes)))
+            raise ValueError(f"--model {args.model} with --batch {batch}: {error}") from error
 
     return trace
 
@@ -208,11 +189,8 @@ def _scenario(args: argparse.Namespace, device: Device, cluster: Cluster) -> Sce
         optimizer=cached_optimizer(adam_by_formula if args.params else optimizer),
         device=device,
         cluster=cluster,
-        kinds=args.strategies,
         wires=args.wires,
-        checkpointing=(False,) if args.no_checkpointing else (False, True),
         accumulate=args.accumulate,
         masters=args.master_weights,
         jitter=args.jitter,
-        buckets=None if args.bucket_cap_mb is None else BucketPolicy.from_mb(args.bucket_cap_mb),
     )

@@ -13,7 +13,6 @@ __all__ = [
     "gigabytes",
     "millions",
     "nbytes",
-    "operations",
     "rate",
     "ratio",
     "seconds",
@@ -112,15 +111,6 @@ def gigabytes(value: float) -> str:
         if value >= factor * (1e4 if unit == "TB" else 1.0):
             return f"{value / factor:.4g} {unit}"
     return f"{value:.0f} B"
-
-
-def operations(value: float) -> str:
-    """Format floating-point operations: 1.23 TFLOP, 30 GFLOP."""
-    for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= factor:
-            digits = ".3g" if value < 1e3 * factor else ".0f"
-            return f"{value / factor:{digits}} {unit}FLOP"
-    return f"{value:.0f} FLOP"
 
 
 def millions(number: float) -> str:

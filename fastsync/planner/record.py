@@ -105,11 +105,6 @@ class Record:
         unused = (i for i in reversed(range(len(self.params))) if i not in last)
         return [*sorted(last, key=last.__getitem__), *unused]
 
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of forward and backward."""
-        return sum(mark.work for mark in self.marks)
-
 
 @dataclass(frozen=True)
 class Allocations:

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from fastsync.config.policy import BucketPolicy
 from fastsync.config.topology import Network
 from fastsync.planner.batches import Traces, largest_batch
 from fastsync.planner.hardware import Cluster, Device
 from fastsync.planner.memory import Memory, OptimizerTrace, peak_of, phases_of
 from fastsync.planner.record import Record
 from fastsync.planner.step_time import Compute, StepTime, from_record, job_of, simulate
-from fastsync.planner.strategy import Carrier, Strategy, Unit, engine_plan, named
+from fastsync.planner.strategy import KINDS, Carrier, Strategy, Unit, engine_plan, named
 from fastsync.reducer.buckets import BucketPlan
 
 __all__ = ["Candidate", "Scenario", "cached_optimizer"]
@@ -49,9 +48,7 @@ class Scenario:
         trace: traces the model with so many samples, with or without checkpointing.
         samples: of a rank's batch.
         optimizer: traces its step.
-        kinds: strategies to try: "0", "1", "2", "3", "hsdp".
         wires: wire formats to try, with the stages that can have them.
-        checkpointing: whether to try it, and to go without it.
         measured: computing times without checkpointing that replace traced ones.
         jitter: spread of a rank's speed, see step_time.py.
     """
@@ -61,13 +58,10 @@ class Scenario:
     optimizer: OptimizerTrace
     device: Device
     cluster: Cluster
-    kinds: Sequence[str] = ("0", "1", "2", "3", "hsdp")
     wires: Sequence[str] = ("fp32",)
-    checkpointing: Sequence[bool] = (False, True)
     accumulate: int = 1
     masters: bool = False
     jitter: float = 0.0
-    buckets: BucketPolicy | None = None
     measured: Compute | None = None
     _traces: dict[bool, Traces] = field(default_factory=dict, compare=False)
 
@@ -83,10 +77,8 @@ class Scenario:
 
     def strategies(self, world: int) -> Iterator[Strategy]:
         """All that make sense on `world` ranks."""
-        for checkpointing in self.checkpointing:
-            if checkpointing and not self.record().blocks:
-                continue
-            for kind in self.kinds:
+        for checkpointing in (False, True) if self.record().blocks else (False,):
+            for kind in KINDS:
                 base = named(kind, world, self.cluster.per_node)
                 if kind == "hsdp" and not base.hybrid:
                     continue
@@ -123,7 +115,7 @@ class Scenario:
         if cluster.world > 1:  # what the engine's first step would measure, for bytes of gradients
             factor = 2 * (cluster.world - 1) / cluster.world
             network = Network(cluster.rate / factor, cluster.inter.latency or 0.0)
-        return engine_plan(record, strategy, network, self._carrier(strategy), self.buckets)
+        return engine_plan(record, strategy, network, self._carrier(strategy))
 
     def _carrier(self, strategy: Strategy) -> Carrier:
         if not self.device.on_cpu:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from fastsync.planner.hardware import Cluster, Device, collective_seconds, sent_bytes
-from fastsync.planner.quantities import gigabytes, operations, shown_seconds
+from fastsync.planner.quantities import gigabytes, shown_seconds
 from fastsync.planner.record import ROOT, Record
 from fastsync.planner.strategy import Strategy, coded_units
 from fastsync.reducer.buckets import BucketPlan, PlannedBucket
@@ -89,9 +89,8 @@ def from_record(record: Record, device: Device, moved_by_update: float) -> Compu
         elif mark.kind == "grad":
             ready[mark.place] = now
     source = (
-        f"traced: {operations(record.flops)} a step at {device.efficiency:.0%} of "
-        f"{device.name}'s {operations(device.peak(dtype))}/s, and memory traffic at "
-        f"{device.streaming:.0%} of {gigabytes(device.bandwidth)}/s"
+        f"traced, at {device.efficiency:.0%} of {device.name}'s peak and {device.streaming:.0%} of "
+        f"its memory's {gigabytes(device.bandwidth)}/s"
     )
     # A parameter without gradient is known to have none when the backward ends.
     times = tuple(ready.get(index, now) for index in range(len(record.params)))

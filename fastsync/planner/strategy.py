@@ -27,6 +27,7 @@ from fastsync.wire.formats import Wire, make_codec
 from fastsync.zero.partition import element_regions
 
 __all__ = [
+    "KINDS",
     "Carrier",
     "Strategy",
     "Unit",
@@ -36,6 +37,9 @@ __all__ = [
     "named",
     "shard_units",
 ]
+
+
+KINDS = ("0", "1", "2", "3", "hsdp")
 
 
 class Carrier(Enum):
@@ -75,14 +79,6 @@ class Strategy:
     masters: bool = False
     checkpointing: bool = False
 
-    def __post_init__(self) -> None:
-        if self.world % self.shards:
-            raise ValueError(
-                f"{self.world} ranks cannot be divided into groups of {self.shards}; choose --gpus "
-                "as a multiple of --per-node"
-            )
-        make_codec(self.wire)
-
     @property
     def hybrid(self) -> bool:
         """Return whether groups that share repeat each other."""
@@ -105,7 +101,7 @@ class Strategy:
 
 
 def named(kind: str, world: int, per_node: int) -> Strategy:
-    """Return the strategy "0", "1", "2", "3" or "hsdp" on `world` ranks."""
+    """Return the strategy of one of `KINDS` on `world` ranks."""
     if kind == "hsdp":
         return Strategy(3, world, min(per_node, world))
     return Strategy(int(kind), world, world)

@@ -38,7 +38,6 @@ from fastsync.planner.record import ROOT, Allocations, Mark, Record, TracedParam
 
 __all__ = [
     "Loss",
-    "StepError",
     "TraceError",
     "find_blocks",
     "trace_model",
@@ -53,10 +52,6 @@ _CHANNELS = 8  # of a block, at least
 
 class TraceError(ValueError):
     """The model, its loss or its optimizer cannot be run on tensors without memory."""
-
-
-class StepError(TraceError):
-    """The model cannot be run on such a batch."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -208,7 +203,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def _explained(what: str, kind: type[TraceError] = TraceError) -> Iterator[None]:
+def _explained(what: str) -> Iterator[None]:
     log = logging.getLogger("torch._subclasses.fake_tensor")  # repeats what the error says
     before, log.disabled = log.disabled, True
     try:
@@ -219,7 +214,7 @@ def _explained(what: str, kind: type[TraceError] = TraceError) -> Iterator[None]
         raise
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else ""
-        raise kind(f"{what} cannot be traced: {type(error).__name__}: {first}") from error
+        raise TraceError(f"{what} cannot be traced: {type(error).__name__}: {first}") from error
     finally:
         log.disabled = before
 
@@ -311,7 +306,7 @@ def trace_model(
         hooks = _note_gradients(recorder, [p for _, p in trained.values()])
         held = [*module.parameters(), *module.buffers(), given]
         recorder.ignore(held)
-        with _explained("a step of the model", StepError), recorder:
+        with _explained("a step of the model"), recorder:
             _step(module, given, loss or _default_loss, recorder)
         del hooks
         return _record(module, units, len(blocks), given, recorder.marks)
