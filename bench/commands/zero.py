@@ -178,7 +178,8 @@ def measure(
     measured = time_lanes(lanes, group, b.settings_of(args))
     link.shape(None)
     bare = dispatched_ops(workload, VARIANTS[FLOOR], group)
-    seen = {n: events_of(lambda lane=lane: lane.forward().backward()) for n, lane in lanes.items()}  # type: ignore[misc]
+    backwards = {name: lambda lane=lane: lane.forward().backward() for name, lane in lanes.items()}
+    seen = {name: events_of(backward) for name, backward in backwards.items()}
     counts = {name: f"{group.most(len(events) - bare):+.0f}" for name, events in seen.items()}
     return stages.compared({name: of.seconds for name, of in measured.items()}), counts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -90,7 +90,8 @@ class Case:
 
         def judged(name: str, result: object) -> tuple[Tensor, Tensor, Tensor | float]:
             dense = packs and isinstance(result, Tensor)  # in a buffer of the way's own
-            return result if dense else joined(targets), wanted, 0.0 if name == OURS else slack  # type: ignore[return-value]
+            received = cast(Tensor, result) if dense else joined(targets)
+            return received, wanted, 0.0 if name == OURS else slack
 
         moved = wanted.numel() * (self.gradient.itemsize + self.flat.itemsize)
         return Task(self.name, moved, methods(self, data), targets, judged)

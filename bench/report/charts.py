@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 WIDTH, HEIGHT = 760, 380
 LEFT, RIGHT, TOP, BOTTOM = 64, 220, 44, 52  # margins; the legend is at the right
@@ -101,11 +102,12 @@ def _logarithmic(low: float, high: float, start: float, end: float) -> Scale:
 
 def _frame(labels: Labels, marks: Sequence[float], height: Scale) -> list[str]:
     """Return the title, names of the axes, and a horizontal rule at every mark."""
-    middle, grey = (TOP + HEIGHT - BOTTOM) / 2, {"text_anchor": "middle", "fill": FAINT}
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    grey: dict[str, Any] = {"text_anchor": "middle", "fill": FAINT}
     parts = [
         text(LEFT, 24, labels.title, 15, font_weight="bold"),
-        text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, labels.x, **grey),  # type: ignore[arg-type]
-        text(16, middle, labels.y, **grey, transform=f"rotate(-90 16 {middle:.1f})"),  # type: ignore[arg-type]
+        text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, labels.x, **grey),
+        text(16, middle, labels.y, **grey, transform=f"rotate(-90 16 {middle:.1f})"),
     ]
     for mark in marks:
         y = height(mark)

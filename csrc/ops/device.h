@@ -14,14 +14,14 @@ struct CUstream_st;
 
 namespace fastsync::ops {
 
-// Returns why this build cannot run the kernels on `device`, with the remedy; empty if it can. For a
-// device without an index only the build and the driver are checked.
+// Returns why this build cannot run the kernels on `device`, with the remedy; empty if it can. For
+// a device without an index only the build and the driver are checked.
 std::string device_problem(at::Device device);
 // The same for versions of CUDA's runtime and driver, as kernels/driver.h numbers them. A driver
 // serves its own major version and older ones; without this check the first launch fails.
 std::string driver_problem(int runtime, int driver);
-// The same for a device's architecture, such as 75, which the kernels were not compiled for; 0: they
-// were.
+// The same for a device's architecture, such as 75, which the kernels were not compiled for; 0:
+// they were.
 std::string architecture_problem(int missing);
 
 // Throws std::invalid_argument if this build or the driver cannot run on `device`'s kind at all.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -48,16 +48,16 @@ class _UnitEnd(torch.autograd.Function):
         return inputs
 
     @staticmethod
-    def setup_context(ctx, inputs: tuple[object, ...], output: object) -> None:  # type: ignore[no-untyped-def]
+    def setup_context(ctx: Any, inputs: tuple[object, ...], output: object) -> None:
         ctx.state, ctx.counted = inputs[:2]
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def jvp(ctx, _: None, __: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[no-untyped-def]
+    def jvp(ctx: Any, _: None, __: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tangents
 
     @staticmethod
-    def backward(ctx, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.state.reached_end(ctx.counted)
         return (None, None, *gradients)
 
@@ -72,15 +72,15 @@ class _UnitStart(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def setup_context(ctx, inputs: tuple[State, ...], output: object) -> None:  # type: ignore[no-untyped-def]
+    def setup_context(ctx: Any, inputs: tuple[State, ...], output: object) -> None:
         ctx.state = inputs[0]
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, ctx.state.before_backward(gradient)
 
     @staticmethod
-    def jvp(ctx, _: None, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:
         return tangent.view_as(tangent)
 
 
@@ -444,8 +444,12 @@ class State:
                 base.register_hook(self.before_backward)
         if transforms_are_active():  # tensors in there may require gradients outside alone
             start = cast("Callable[..., torch.Tensor]", _UnitStart.apply)
-            passed = lambda t: t if t.requires_grad or not t.is_floating_point() else start(self, t)  # noqa: E731
-            return map_tensors(passed, output)
+
+            def started(tensor: torch.Tensor) -> torch.Tensor:
+                passes = tensor.requires_grad or not tensor.is_floating_point()
+                return tensor if passes else start(self, tensor)
+
+            return map_tensors(started, output)
         return output
 
     def _made_here(self, tensor: torch.Tensor) -> bool:

@@ -583,7 +583,8 @@ class ShardedOptimizer:
         """Keep of the state of whole parameters what belongs to this rank's pieces."""
         loaded, self._loaded = self._loaded, {}
         if not isinstance(optimizer.state, StateView):
-            self._view.held, optimizer.state = optimizer.state, self._view  # type: ignore[assignment]
+            self._view.held = optimizer.state
+            optimizer.state = self._view  # type: ignore[assignment]
         elif optimizer.state is not self._view:  # of another wrapper's parameters
             optimizer.state.slices.append(self.slices)
             self._view = optimizer.state

@@ -36,7 +36,8 @@ FAULTS = [
         "fastsync/reducer/buckets.py",
         "full = group.nbytes >= policy.limit(",
         "full = group.nbytes > policy.limit(",
-        "tests/ddp/test_bucket_plan.py::test_a_bucket_is_closed_by_the_gradient_that_reaches_its_cap",
+        "tests/ddp/test_bucket_plan.py"
+        "::test_a_bucket_is_closed_by_the_gradient_that_reaches_its_cap",
     ),
     Fault(
         "small-buckets-coded",
@@ -108,7 +109,8 @@ FAULTS = [
         "fastsync/reducer/step_timing.py",
         "candidates = gaps[: ranks // 2]",
         "candidates = gaps",
-        "tests/faults/test_slow_ranks.py::test_nobody_is_named_where_all_wait_alike_or_most_wait_for_one_another[waits4]",
+        "tests/faults/test_slow_ranks.py"
+        "::test_nobody_is_named_where_all_wait_alike_or_most_wait_for_one_another[waits4]",
     ),
     # --- fastsync/config, fastsync/wire
     Fault(
@@ -269,7 +271,8 @@ FAULTS = [
         "fastsync/zero/partition.py",
         "begin = max(0, rank * region - offset)",
         "begin = max(0, rank * region - offset + 1)",
-        "tests/zero/test_shard_layout.py::test_every_element_has_one_owner_and_one_place[numels4-2-cut_by_elements]",
+        "tests/zero/test_shard_layout.py"
+        "::test_every_element_has_one_owner_and_one_place[numels4-2-cut_by_elements]",
     ),
     Fault(
         "optimizer-state-of-the-wrong-slice",
@@ -318,7 +321,8 @@ FAULTS = [
         "fastsync/zero/parameter_codes.py",
         "payload[rank, self._flags : self._flags + len(masters)] = changed",
         "payload[rank, self._flags : self._flags + len(masters)] = 1",
-        "tests/zero/test_zero_parameters.py::test_what_no_step_changes_and_what_is_no_smaller_stays_as_it_is[int8]",
+        "tests/zero/test_zero_parameters.py"
+        "::test_what_no_step_changes_and_what_is_no_smaller_stays_as_it_is[int8]",
     ),
     Fault(
         "checkpoint-rectangles-in-another-order",
@@ -399,7 +403,8 @@ FAULTS = [
         "fastsync/fsdp/sharded_param.py",
         "begin = min(self.shape.count(0, world) * rank, self.shape.sizes[dim])",
         "begin = min(self.shape.count(0, world) * (world - 1 - rank), self.shape.sizes[dim])",
-        "tests/conformance/test_checkpoints.py::test_goes_on_from_an_unsharded_state[rmsprop-zero3]",
+        "tests/conformance/test_checkpoints.py"
+        "::test_goes_on_from_an_unsharded_state[rmsprop-zero3]",
     ),
     # --- fastsync/faults
     Fault(
@@ -436,7 +441,8 @@ FAULTS = [
         "csrc/kernels/codec_element.h",
         "const float sum = y + kMagic;",
         "const float sum = (y - 0.5f) + kMagic;",
-        "tests/zero/test_zero_parameters.py::test_three_ranks_hold_the_same_rounded_masters[True-int8]",
+        "tests/zero/test_zero_parameters.py"
+        "::test_three_ranks_hold_the_same_rounded_masters[True-int8]",
     ),
     Fault(
         "int4-without-negative-numbers",
@@ -464,7 +470,8 @@ FAULTS = [
         "csrc/kernels/norm_cpu.cpp",
         "found |= static_cast<uint32_t>(!is_finite(data[i]));",
         "found = static_cast<uint32_t>(!is_finite(data[i]));",
-        "tests/faults/test_nonfinite.py::test_one_element_that_is_not_finite_is_found_anywhere[inf]",
+        "tests/faults/test_nonfinite.py"
+        "::test_one_element_that_is_not_finite_is_found_anywhere[inf]",
     ),
     Fault(
         "squares-without-the-last-elements",
@@ -575,7 +582,8 @@ FAULTS = [
         "csrc/fault/fault_events.cpp",
         'const std::string rank = concat("rank ", news.about);',
         'const std::string rank = concat("rank ", news.about + 1);',
-        "tests/faults/test_faults.py::test_a_death_is_named_on_every_other_rank[kill-backward-fp32-3]",
+        "tests/faults/test_faults.py"
+        "::test_a_death_is_named_on_every_other_rank[kill-backward-fp32-3]",
     ),
     Fault(
         "missing-unscale-of-large-gradients",

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVES = re.compile(
-    r"test_(get_rank|destroy|new_subgroups|average_parameters|periodic|3_level|send_recv|isend|irecv"
-    r"|broadcast|reduce|all_reduce|scatter|gather|all_gather|all_to_all|barrier|batch_isend_irecv"
-    r"|sparse_all_reduce|coalescing|DistributedSampler|get_future|post_local)"
+    r"test_(get_rank|destroy|new_subgroups|average_parameters|periodic|3_level|send_recv"
+    r"|isend|irecv|broadcast|reduce|all_reduce|scatter|gather|all_gather|all_to_all|barrier"
+    r"|batch_isend_irecv|sparse_all_reduce|coalescing|DistributedSampler|get_future|post_local)"
 )
 ELSEWHERE = re.compile(r"nccl|cuda|profiler|hierarchical_model_averager|with_hierarchical_sgd")
 # Not of this backend, with the reason.

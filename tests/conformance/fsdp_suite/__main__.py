@@ -15,7 +15,7 @@ from collections.abc import Sequence, Set
 from functools import partial
 from pathlib import Path
 
-import torch._dynamo  # noqa: F401  # imported by the first optimizer; once here instead of in each rank
+import torch._dynamo  # noqa: F401  # by the first optimizer; once here instead of in each rank
 
 from fastsync._build import extension
 from tests.conformance.fsdp_suite.load import load_tests
