@@ -29,7 +29,7 @@ from fastsync.fsdp.fully_shard import fully_shard
 from fastsync.reducer.step_timing import SlowRanks
 from fastsync.replacing import replace_where_asked
 from fastsync.timeline.group_rows import UnitTiming
-from fastsync.timeline.stats import BucketTiming, SyncStats, log_to_tensorboard
+from fastsync.timeline.stats import BucketTiming, SyncStats
 from fastsync.timeline.timeline_policy import TimelinePolicy
 from fastsync.wire.formats import Codec, TopK, Wire, register_codec
 from fastsync.wire.plugins import load_codec
@@ -60,7 +60,6 @@ __all__ = [
     "fully_shard",
     "include_dir",
     "load_codec",
-    "log_to_tensorboard",
     "outlive_preemption",
     "register_codec",
     "register_fsdp_forward_method",

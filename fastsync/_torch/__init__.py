@@ -31,6 +31,7 @@ from fastsync._torch.graphs import (
 from fastsync._torch.groups import (
     MPI,
     FileStore,
+    HashStore,
     PrefixStore,
     Store,
     TCPStore,
@@ -94,6 +95,7 @@ __all__ = [
     "FileStore",
     "Front",
     "GradBucket",
+    "HashStore",
     "InnermostHooks",
     "PrefixStore",
     "Store",

@@ -21,12 +21,13 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 __all__ = [
     "MPI",
     "FileStore",
+    "HashStore",
     "PrefixStore",
     "Store",
     "TCPStore",

@@ -1,6 +1,6 @@
 """One rank of a drill: trains a small model, until a fault or an error ends it.
 
-Started by `fastsync.doctor.drill`, which reads the lines of JSON on its standard output.
+Started by `fastsync.doctor.drill`, which reads the line of JSON on its standard output.
 """
 
 from __future__ import annotations
@@ -11,57 +11,33 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.rendezvous import rendezvous
 
 import fastsync
-from fastsync._torch import PrefixStore, TCPStore
+from fastsync._torch import PrefixStore
 
-__all__ = ["EXIT_CODE", "Order"]
+__all__ = ["DRILL_TIMEOUT", "EXIT_CODE"]
 
+DRILL_TIMEOUT = 6.0  # seconds of the process group
 EXIT_CODE = 3
 _STEPS, _AT = 30, 4
 _WIDTH, _LAYERS, _BATCH = 64, 6, 4
 _BEATS = 0.3  # seconds after which the others have heard where a rank is
+_START = timedelta(seconds=60)
 _PDEATHSIG = 1
-
-
-@dataclass(frozen=True)
-class Order:
-    """The task of a rank.
-
-    Attributes:
-        fault: what happens to it; empty for survivors.
-        host, port, place: of the store, and a part of it that is the drill's.
-        timeout: seconds of the process group.
-    """
-
-    fault: str
-    rank: int
-    world: int
-    local_rank: int
-    backend: str
-    host: str
-    port: int
-    place: str
-    timeout: float
 
 
 class DrillError(RuntimeError):
     """The exception that a drill raises."""
 
 
-def _say(what: str, **facts: object) -> None:
-    print(json.dumps({"what": what, "at": time.monotonic_ns(), **facts}), flush=True)
-
-
 def _have(fault: str) -> None:
     time.sleep(_BEATS)
-    _say("fault")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "stop":
@@ -79,7 +55,7 @@ class _Net(nn.Module):
         super().__init__()
         layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)]
         self.layers = nn.Sequential(*layers)
-        self.step, self._fault = 0, fault
+        self.step, self.begun, self._fault = 0, time.monotonic(), fault
         layers[_LAYERS // 2].weight.register_hook(self._in_backward)
 
     def _in_backward(self, grad: torch.Tensor) -> None:
@@ -91,23 +67,27 @@ class _Net(nn.Module):
         return loss
 
 
-def _train(order: Order) -> None:
-    device = torch.device("cpu")
-    if order.backend == "nccl":
-        device = torch.device("cuda", order.local_rank)
+def _train(net: _Net, backend: str) -> None:
+    """Train until something ends it; the steps begin at the same time on all ranks."""
+    local_rank = dist.get_node_local_rank(fallback_rank=0)
+    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
         torch.cuda.set_device(device)
-    store = PrefixStore(order.place, TCPStore(order.host, order.port, wait_for_workers=False))
+    store, rank, world = next(rendezvous("env://"))
+    store = PrefixStore("doctor/drill", store)
+    store.set(f"here {rank}", "")  # the group's timeout is too short for a busy machine's imports
+    store.wait([f"here {other}" for other in range(world)], _START)
     dist.init_process_group(
-        order.backend,
+        backend,
         store=store,
-        rank=order.rank,
-        world_size=order.world,
-        timeout=timedelta(seconds=order.timeout),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=DRILL_TIMEOUT),
     )
-    net = _Net(order.fault).to(device)
-    model = fastsync.FastDDP(net, bucket_cap_mb=0.01)
+    model = fastsync.FastDDP(net.to(device), bucket_cap_mb=0.01)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for net.step in range(_STEPS):
+        net.begun = time.monotonic()
         optimizer.zero_grad()
         loss = model(torch.ones(_BATCH, _WIDTH, device=device))
         torch.autograd.backward(loss)
@@ -119,15 +99,17 @@ def main() -> None:
     """Train; the process ends as its training does."""
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)  # ends with its parent
     torch.set_num_threads(1)
+    fault, backend = sys.argv[1:]
+    net = _Net(fault)
     try:
-        _train(Order(**json.loads(sys.argv[1])))
+        _train(net, backend)
     except Exception as error:
-        facts: dict[str, object] = {"error": type(error).__name__, "text": str(error)}
+        seconds = max(0.0, time.monotonic() - net.begun - _BEATS)
+        facts = {"error": type(error).__name__, "text": str(error), "seconds": seconds}
         if isinstance(error, fastsync.SyncFault):
             facts |= {"ranks": error.ranks, "reason": error.reason}
-        _say("error", **facts)
+        print(json.dumps(facts), flush=True)
         raise
-    _say("end")
 
 
 if __name__ == "__main__":

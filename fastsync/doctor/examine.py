@@ -6,8 +6,9 @@ Ranks other than 0 do as rank 0 says, and get no report.
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,26 +16,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from fastsync._torch import PrefixStore, Store, TCPStore, default_group
+from fastsync._torch import PrefixStore, Store, default_group
 from fastsync.doctor import rates
 from fastsync.doctor.checks import check_facts, check_shared, machines_of
-from fastsync.doctor.drill import DRILL_TIMEOUT, collect, judge, run_drill
-from fastsync.doctor.drill_rank import Order
+from fastsync.doctor.drill import Outcome, judge, run_drill
 from fastsync.doctor.facts import Facts, facts_of_this_rank
 from fastsync.doctor.finding import Finding, Level, fail, ok, warn, worst
 from fastsync.doctor.report import Report
-from fastsync.faults.clocks import Mailbox, align_clocks
-from fastsync.faults.stores import served_at
+from fastsync.faults.clocks import Mailbox
 from fastsync.faults.wording import name_ranks
 from fastsync.reducer.monitor import explained, open_watch
 from fastsync.reducer.shared_memory import offer_memory
 
-__all__ = ["Asked", "Team", "examine", "examine_alone"]
+__all__ = ["Asked", "Team", "examine"]
 
-_ALONE = 3  # ranks of a drill where there is no launcher
 _BUILD = 600.0  # seconds for facts, which may have to compile the extension
 _DRILL = 240.0  # seconds for a drill's outcome
-_SHARES = {"sweep": 0.45, "pairs": 0.45, "compute": 0.1}  # of the time for measuring
+_SHARES = {"all-reduces": 0.3, "pairs": 0.6, "compute": 0.1}  # of the time for measuring
 
 
 @dataclass(frozen=True)
@@ -44,28 +42,13 @@ class Asked:
     Attributes:
         seconds: for measuring.
         timeout: seconds to wait for ranks.
-        drill: a fault; empty: none.
-        rank: that has it; None: the last.
+        drill: a fault that the last rank has; empty: none.
     """
 
     backend: str
     seconds: float
     timeout: float
     drill: str = ""
-    rank: int | None = None
-
-    def victim(self, world: int) -> int:
-        """Return the rank that has the fault.
-
-        Raises:
-            ValueError: there is no such rank, or no other that could notice.
-        """
-        if world < 2:
-            raise ValueError("a drill needs two ranks or more, of which one notices the fault")
-        rank = world - 1 if self.rank is None else self.rank
-        if not 0 <= rank < world:
-            raise ValueError(f"--rank {rank} is none of the {world} ranks")
-        return rank
 
 
 class Team:
@@ -144,26 +127,7 @@ class Team:
     def say(self, text: str) -> None:
         """Tell the user how far it is, once."""
         if self.rank == 0:
-            _say(text)
-
-
-def _say(text: str) -> None:
-    print(f"fastsync doctor: {text}", file=sys.stderr, flush=True)
-
-
-def examine_alone(asked: Asked) -> Report:
-    """Examine this process, without others."""
-    ranks = {0: facts_of_this_rank(None, 0)}
-    findings = check_facts(ranks, 1, asked.backend)
-    drill = None
-    if asked.drill and worst(findings) < Level.FAIL:
-        victim = asked.victim(_ALONE)
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        _say(f"drill: {asked.drill} rank {victim} of {_ALONE}, half a minute at most")
-        orders = [_order(asked, store, rank, _ALONE) for rank in range(_ALONE)]
-        drill = collect(asked.drill, victim, [run_drill(orders)], [0])
-        findings += judge(drill)
-    return Report(1, asked.backend, ranks, findings, drill=drill)
+            print(f"fastsync doctor: {text}", file=sys.stderr, flush=True)
 
 
 def examine(team: Team, asked: Asked) -> Report | None:
@@ -173,45 +137,32 @@ def examine(team: Team, asked: Asked) -> Report | None:
         RuntimeError: ranks have gone meanwhile.
         ValueError: what was asked for makes no sense; on every rank.
     """
-    victim = asked.victim(team.world) if asked.drill else 0
+    if asked.drill and team.world < 2:
+        raise ValueError(
+            "a drill needs two ranks or more, of which one notices the fault: start it with "
+            "torchrun --nproc-per-node 3"
+        )
     local_rank, first = dist.get_node_local_rank(fallback_rank=0), team.rank == 0
     team.say("facts of all ranks")
     came = team.gather("roll call", "here")
     absent = {rank for rank, said in enumerate(came) if said is None}
-    mine = facts_of_this_rank(team.store, local_rank)
+    mine = facts_of_this_rank(team.store if team.world > 1 else None, local_rank)
     told = team.gather("facts", mine.dump(), _BUILD, absent)
     ranks = {rank: Facts.parse(text) for rank, text in enumerate(told) if text is not None}
     findings = check_facts(ranks, team.world, asked.backend) if first else []
-    measured = drill = None
+    measured = None
     if team.tell("go on", worst(findings).name, _BUILD) != Level.FAIL.name:
         if asked.drill:
-            offsets = align_clocks(team.mail("clocks"), team.rank, team.world)
+            victim = team.world - 1
             team.say(f"drill: {asked.drill} rank {victim}, half a minute at most")
-            order = _order(asked, team.store, team.rank, team.world, local_rank)
-            outcomes = team.gather("drill", run_drill([order]), _DRILL)
-            if first:
-                nanoseconds = [0 if it is None else it.offset_ns for it in offsets]
-                drill = collect(asked.drill, victim, outcomes, nanoseconds)
-                findings += judge(drill)
+            mine_has = asked.drill if team.rank == victim else ""
+            ends = team.gather("drill", run_drill(mine_has, asked.backend), _DRILL)
+            outcomes = [Outcome(**json.loads(text)) if text else Outcome() for text in ends]
+            findings += judge(asked.drill, victim, outcomes) if first else []
         elif team.world > 1:
-            machine_of = [0] * team.world
-            for number, its in enumerate(machines_of(ranks)):
-                for rank in its:
-                    machine_of[rank] = number
-            measured, more = _measure(team, asked, machine_of, local_rank)
+            measured, more = _measure(team, asked, machines_of(ranks), local_rank)
             findings += more
-    return Report(team.world, asked.backend, ranks, findings, measured, drill) if first else None
-
-
-def _order(asked: Asked, store: Store, rank: int, world: int, local_rank: int = 0) -> Order:
-    place = served_at(store)
-    if place is None:
-        raise ValueError("a drill needs a rendezvous store that is a server, as torchrun has it")
-    fault = asked.drill if rank == asked.victim(world) else ""
-    host, port = place
-    return Order(
-        fault, rank, world, local_rank, asked.backend, host, port, "doctor/drill", DRILL_TIMEOUT
-    )
+    return Report(team.world, asked.backend, ranks, findings, measured) if first else None
 
 
 # ---- measurements -----------------------------------------------------------------------------
@@ -255,12 +206,12 @@ def _closed_at_end() -> Iterator[None]:
 
 
 def _measure(
-    team: Team, asked: Asked, machine_of: list[int], local_rank: int
+    team: Team, asked: Asked, machines: Sequence[Sequence[int]], local_rank: int
 ) -> tuple[rates.Measured | None, list[Finding]]:
     """Measure all ranks.
 
     Args:
-        machine_of: by rank, the number of its machine; on rank 0.
+        machines: the ranks of each; on rank 0.
     """
     on_gpu, share = asked.backend == "nccl", asked.seconds
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
@@ -271,16 +222,14 @@ def _measure(
         findings = _services(asked.backend)
         with explained(default_group(), "the doctor's measurements"):
             team.say(f"measuring, about {asked.seconds:g} s: all-reduces")
-            sizes = rates.sweep(device, _SHARES["sweep"] * share)
+            whole = rates.measure_all_reduce(device, _SHARES["all-reduces"] * share)
             team.say("pairs of ranks")
-            rate = max(it.rate for it in sizes)
-            pairs = rates.measure_pairs(device, _SHARES["pairs"] * share, rate, team.say)
+            pairs = rates.measure_pairs(device, _SHARES["pairs"] * share, whole.rate, team.say)
             team.say("computing")
             seconds = rates.compute_seconds(device, _SHARES["compute"] * share)
-    slow = rates.find_slow(pairs.times, machine_of)
+    slow = rates.find_slow(pairs.times, machines)
     findings += [*rates.check_pairs(slow, len(pairs.times)), *rates.check_compute(seconds)]
-    compute = [rates.compute_flops(each, device) for each in seconds]
-    return rates.Measured(sizes, pairs, slow, compute), findings
+    return rates.Measured(whole, pairs, slow), findings
 
 
 def _services(backend: str) -> list[Finding]:

@@ -32,24 +32,23 @@ from fastsync.faults.wording import name_ranks
 
 __all__ = [
     "RULES",
+    "AllReduce",
     "Measured",
     "Pair",
     "PairTime",
     "Pairs",
-    "SizeTime",
     "Slow",
     "check_compute",
     "check_pairs",
-    "compute_flops",
     "compute_seconds",
     "find_slow",
+    "measure_all_reduce",
     "measure_pairs",
     "pair_rounds",
-    "sweep",
 ]
 
-_SIZES = (8, 1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 24, 1 << 26)  # bytes
-_ROUNDS = (3, 50)  # of each size, at least and at most
+_SIZES = (1 << 17, 1 << 20, 1 << 23, 1 << 26)  # bytes of all-reduces
+_ROUNDS = 10  # of each
 _LATENCIES, _RATES = 20, 5  # exchanges of a pair
 _PAIR_SECONDS = 0.01  # that an exchange may take, for its size
 _PAIR_BYTES = (1 << 16, 1 << 22)
@@ -75,8 +74,8 @@ Key = TypeVar("Key", int, Pair)
 
 
 @dataclass(frozen=True)
-class SizeTime:
-    """All-reduces of one size.
+class AllReduce:
+    """All-reduces of all ranks.
 
     Attributes:
         nbytes: of each rank's buffer.
@@ -126,16 +125,11 @@ class Slow:
 
 @dataclass(frozen=True)
 class Measured:
-    """Everything that was measured.
+    """Everything that was measured."""
 
-    Attributes:
-        compute: by rank, floating-point operations per second of a matrix product.
-    """
-
-    sweep: Sequence[SizeTime]
+    all_reduce: AllReduce
     pairs: Pairs
     slow: Slow
-    compute: Sequence[float]
 
 
 # ---- all-reduces ------------------------------------------------------------------------------
@@ -156,35 +150,16 @@ def _slowest(seconds: float, device: torch.device) -> float:
     return float(value.item())
 
 
-def sweep(device: torch.device, budget: float) -> list[SizeTime]:
-    """Time all-reduces by size, as far as `budget` seconds reach; always the smallest."""
-    found: list[SizeTime] = []
-    spent = 0.0
-    for index, nbytes in enumerate(_SIZES):
-        share = (budget - spent) / (len(_SIZES) - index)
-        if found and found[-1].nbytes >= 1 << 16:  # where time grows with the size
-            each = found[-1].seconds * nbytes / found[-1].nbytes
-            if (_ROUNDS[0] + 1) * each > budget - spent:
-                break
-        begun = time.perf_counter()
-        found.append(_all_reduces(nbytes, device, share))
-        spent += _slowest(time.perf_counter() - begun, device)
-    return found
-
-
-def _all_reduces(nbytes: int, device: torch.device, budget: float) -> SizeTime:
-    buffer = torch.zeros(nbytes // 4, device=device)
-    run = partial(dist.all_reduce, buffer)
-    _timed(run, device)
-    first = _slowest(_timed(run, device), device)
-    rounds = min(max(int(budget / max(first, 1e-6) / 2), _ROUNDS[0]), _ROUNDS[1])
-    times = []
-    for _ in range(rounds):
-        dist.barrier()
-        times.append(_timed(run, device))
-    seconds = _slowest(median(times), device)
+def measure_all_reduce(device: torch.device, budget: float) -> AllReduce:
+    """Time all-reduces of the largest size that `budget` seconds allow."""
+    for nbytes in _SIZES:
+        run = partial(dist.all_reduce, torch.zeros(nbytes // 4, device=device))
+        _timed(run, device)
+        seconds = _slowest(median(_timed(run, device) for _ in range(_ROUNDS)), device)
+        if seconds * (_ROUNDS + 1) * _SIZES[1] / _SIZES[0] > budget:
+            break
     world = dist.get_world_size()
-    return SizeTime(nbytes, seconds, 2 * (world - 1) / world * nbytes / seconds)
+    return AllReduce(nbytes, seconds, 2 * (world - 1) / world * nbytes / seconds)
 
 
 # ---- pairs ------------------------------------------------------------------------------------
@@ -264,13 +239,14 @@ def _exchange_seconds(peer: int, nbytes: int, device: torch.device) -> float:
     return _timed(exchange, device)
 
 
-def find_slow(times: Mapping[Pair, PairTime], machine_of: Sequence[int]) -> Slow:
+def find_slow(times: Mapping[Pair, PairTime], machines: Sequence[Sequence[int]]) -> Slow:
     """Compare pairs within machines with each other, and pairs between machines.
 
     Args:
-        machine_of: by rank, equal on those that share a machine.
+        machines: the ranks of each.
     """
-    within = {p: t for p, t in times.items() if machine_of[p[0]] == machine_of[p[1]]}
+    machine_of = {rank: number for number, its in enumerate(machines) for rank in its}
+    within = {p: t for p, t in times.items() if machine_of.get(p[0]) == machine_of.get(p[1])}
     between = {p: t for p, t in times.items() if p not in within}
     ranks: set[int] = set()
     pairs: set[Pair] = set()
@@ -327,11 +303,6 @@ def compute_seconds(device: torch.device, budget: float) -> list[float]:
     while time.perf_counter() < until:
         times.append(_timed(run, device))
     return gather_objects(min(times), default_group())
-
-
-def compute_flops(seconds: float, device: torch.device) -> float:
-    """Return the operations per second of the product that `compute_seconds` times."""
-    return 2.0 * _SIDE.get(device.type, _SIDE["cpu"]) ** 3 / seconds
 
 
 def check_compute(seconds: Sequence[float]) -> list[Finding]:

@@ -1,13 +1,12 @@
-"""The report, as text and as JSON."""
+"""The report, as text."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from fastsync.doctor.checks import machines_of
-from fastsync.doctor.drill import FAULTS, Drill, problems
 from fastsync.doctor.facts import Facts
 from fastsync.doctor.finding import Finding, Level, worst
 from fastsync.doctor.rates import RULES, Measured
@@ -15,10 +14,10 @@ from fastsync.faults.wording import name_ranks
 from fastsync.planner.quantities import shown_seconds
 from fastsync.timeline.moves import size_text
 
-__all__ = ["Report", "report_json", "report_text"]
+__all__ = ["Report", "report_text"]
 
 _WIDTH = 110
-_SHOWN = 10  # pairs, or ranks of a drill
+_SHOWN = 10  # pairs
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class Report:
     ranks: Mapping[int, Facts]
     findings: Sequence[Finding]
     measured: Measured | None = None
-    drill: Drill | None = None
 
     @property
     def passed(self) -> bool:
@@ -44,29 +42,14 @@ class Report:
         return worst(self.findings) < Level.FAIL
 
 
-def report_json(report: Report) -> dict[str, object]:
-    """Return plain values for `json.dump`; seconds, bytes per second."""
-    entries = asdict(report)
-    entries["passed"] = report.passed
-    entries["findings"] = [{**asdict(f), "level": f.level.name} for f in report.findings]
-    entries["rules"] = RULES
-    if report.measured is not None:
-        times = report.measured.pairs.times
-        entries["measured"]["pairs"]["times"] = [
-            {"ranks": list(pair), **asdict(time)} for pair, time in times.items()
-        ]
-        slow = report.measured.slow
-        entries["measured"]["slow"] = {"ranks": slow.ranks, "pairs": slow.pairs}
-    return entries
-
-
 def report_text(report: Report) -> str:
     """Return what people read; the verdict comes last."""
     parts = [_machines(report)]
     if report.measured is not None:
-        parts += [_sweep(report.measured, report.backend), _pairs(report.measured)]
-    if report.drill is not None:
-        parts.append(_drill(report.drill))
+        whole = report.measured.all_reduce
+        size, time = size_text(whole.nbytes), shown_seconds(whole.seconds)
+        rate = f"{whole.rate / 1e9:.3f} GB/s bus bandwidth"
+        parts += [f"all-reduce of {size} among all ranks: {time}, {rate}", _pairs(report.measured)]
     lines = ["verdict"]
     for it in report.findings:
         lines.append(_wrapped(f"{it.level.name:<5} {it.topic}: {it.text}", "  "))
@@ -92,15 +75,6 @@ def _machines(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _sweep(measured: Measured, backend: str) -> str:
-    lines = [f"all-reduce of all ranks, {backend:4}       time   bus bandwidth"]
-    for it in measured.sweep:
-        rate = f"{it.rate / 1e9:8.3f} GB/s" if it.nbytes >= 1024 else ""
-        size, time = size_text(it.nbytes), shown_seconds(it.seconds)
-        lines.append(f"  {size:>12} {time:>25} {rate:>15}".rstrip())
-    return "\n".join(lines)
-
-
 def _pairs(measured: Measured) -> str:
     times, slow = measured.pairs.times, measured.slow
     missed = measured.pairs.planned - len(times)
@@ -114,20 +88,6 @@ def _pairs(measured: Measured) -> str:
         ranks = f"{pair[0]:>5} - {pair[1]:<5}"
         lines.append(f"  {'*' if marked else ' '} {ranks} {latency:>8.0f} us {rate:>8.2f} GB/s")
     return "\n".join([*lines, _wrapped(f"* is slow. {RULES}", "  ")])
-
-
-def _drill(drill: Drill) -> str:
-    text = f"drill: rank {drill.rank} of a small training {FAULTS[drill.fault].happens}"
-    lines = [f"{text}, in the middle of a backward"]
-    wrong = problems(drill)
-    shown = sorted(range(len(wrong)), key=lambda rank: not wrong[rank])[:_SHOWN]
-    for rank in sorted(shown):
-        outcome = drill.outcomes[rank]
-        warned = ", after a warning" if outcome.warned else ""
-        said = f"after {outcome.seconds:.2f} s{warned}: {outcome.text}"
-        said = wrong[rank] or (said if rank != drill.rank else "as asked")
-        lines.append(_wrapped(f"{'FAIL' if wrong[rank] else 'PASS'}  rank {rank}: {said}", "  "))
-    return "\n".join(lines)
 
 
 def _wrapped(text: str, indent: str) -> str:

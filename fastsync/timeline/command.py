@@ -1,11 +1,9 @@
 """Shows a recorded timeline: a summary, an HTML page, a trace for Perfetto.
 
-    model = fastsync.FastDDP(model, timeline="run.json")    # in the training script
-    model.record_timeline("run.json")                       # or after fastsync.fully_shard(model)
-    python -m fastsync.timeline run.json                    # summary, and run.html
-    python -m fastsync.timeline run.json --perfetto trace.json
-
-Where ranks wrote a file each ("run.{rank}.json"), name them all.
+model = fastsync.FastDDP(model, timeline="run.json")    # in the training script
+model.record_timeline("run.json")                       # or after fastsync.fully_shard(model)
+python -m fastsync.timeline run.json                    # summary, and run.html
+python -m fastsync.timeline run.json --perfetto trace.json
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastsync.timeline.data import Run, load, merge
+from fastsync.timeline.data import load
 from fastsync.timeline.page import html_page
 from fastsync.timeline.views import perfetto_trace, summary_text
 
@@ -32,17 +30,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("run", type=Path, nargs="+", help="what was recorded and written")
+    add("run", type=Path, help="what was recorded and written")
     add("--html", type=Path, help="where the page goes (default: beside the run, as .html)")
-    add("--no-html", action="store_true", help="write no page")
     add("--perfetto", type=Path, help="write a trace for ui.perfetto.dev or chrome://tracing")
-    add("--quiet", action="store_true", help="print no summary")
     return parser
-
-
-def _read(paths: Sequence[Path]) -> Run:
-    runs = [load(path) for path in paths]
-    return runs[0] if len(runs) == 1 else merge(runs)
 
 
 def _write(path: Path, text: str) -> None:
@@ -55,13 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     args = _parser().parse_args(arguments)
     try:
-        run = _read(args.run)
-        if not args.quiet:
-            print(summary_text(run) + "\n")
+        run = load(args.run)
+        print(summary_text(run) + "\n")
         if args.perfetto:
             _write(args.perfetto, json.dumps(perfetto_trace(run)) + "\n")
-        if not args.no_html:
-            _write(args.html or args.run[0].with_suffix(".html"), html_page(run))
+        _write(args.html or args.run.with_suffix(".html"), html_page(run))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return _USAGE

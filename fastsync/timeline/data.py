@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from fastsync.reducer.step_timing import ACTIVITIES
+from fastsync.reducer.step_timing import SlowRanks, pace_of
 from fastsync.timeline.moves import (
     Event,
     Move,
@@ -32,21 +32,15 @@ __all__ = [
     "RankRecord",
     "RankStep",
     "Run",
-    "Straggler",
     "by_step",
-    "find_straggler",
-    "launch_lag",
+    "find_slow_ranks",
     "load",
-    "merge",
     "steps_of",
 ]
 
 FORMAT = "fastsync timeline"
 VERSION = 3
-_READ = (1, 2, VERSION)  # the first knew no units, the second no marks that never came
 _NS = 1e-9
-# A rank is named as the straggler where it costs at least this share of the step.
-_NOTEWORTHY = 0.01
 
 
 @dataclass(frozen=True)
@@ -81,6 +75,13 @@ class RankRecord:
     dropped: int
     events: tuple[Event, ...]
     unfinished: int = 0
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Any]) -> RankRecord:
+        """Return the record from entries that JSON has carried."""
+        return cls(
+            **{**entries, "events": tuple((s, m, i, b, t) for s, m, i, b, t in entries["events"])}
+        )
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,8 @@ def load(path: Path) -> Run:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is not a timeline that fastsync has recorded")
-    if (version := document.pop("version", None)) not in _READ:
-        raise ValueError(f"{path} has format version {version}; this fastsync reads {_READ}")
+    if (version := document.pop("version", None)) != VERSION:
+        raise ValueError(f"{path} has format version {version}; this fastsync reads {VERSION}")
     try:
         return _run_of(document)
     except (KeyError, TypeError) as error:
@@ -135,41 +136,15 @@ def _run_of(document: Mapping[str, Any]) -> Run:
     fields = dict(document)
     plans = fields.pop("plans")
     ranks = fields.pop("ranks")
-    units = fields.pop("units", ())
+    units = fields.pop("units")
     return Run(
         **{**fields, "missing": tuple(fields["missing"])},
         plans=tuple(
             tuple(BucketInfo(tuple(b["parameters"]), b["bytes"], b["wire"]) for b in plan)
             for plan in plans
         ),
-        ranks=tuple(
-            RankRecord(**{**r, "events": tuple((s, m, i, b, t) for s, m, i, b, t in r["events"])})
-            for r in ranks
-        ),
+        ranks=tuple(map(RankRecord.of, ranks)),
         units=tuple(UnitInfo(**{**u, "parameters": tuple(u["parameters"])}) for u in units),
-    )
-
-
-def merge(runs: Sequence[Run]) -> Run:
-    """Join the files that ranks wrote each for itself.
-
-    Raises:
-        ValueError: two hold the same rank, or they are not of one run.
-    """
-    first = runs[0]
-    ranks = sorted((r for run in runs for r in run.ranks), key=lambda r: r.rank)
-    if len({r.rank for r in ranks}) != len(ranks):
-        raise ValueError("two of the files hold the same rank")
-    if len({(run.world_size, run.plans, run.units) for run in runs}) != 1:
-        raise ValueError("the files are not of one run: world sizes, buckets or units differ")
-    missing = sorted(set(range(first.world_size)) - {r.rank for r in ranks})
-    facts = {f: getattr(first, f) for f in ("model", "world_size", "backend", "device", "torch")}
-    return Run(
-        **facts,
-        plans=first.plans,
-        ranks=tuple(ranks),
-        missing=tuple(missing),
-        units=first.units,
     )
 
 
@@ -355,83 +330,33 @@ def _spans(events: Sequence[Event], what: str) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def launch_lag(steps: Sequence[RankStep]) -> tuple[int, float] | None:
-    """Return the rank that launched latest in one step, and how many seconds after the others.
-
-    Per collective, the lag is that of the last rank to launch it behind the median of the others;
-    the step's is the largest of them. None where there is nothing to compare.
-    """
-    worst: tuple[int, float] | None = None
-    launched: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
-    for step in steps:
-        for which, time in step.launches.items():
-            launched.setdefault(which, []).append((time, step.rank))
-    for times in launched.values():
-        if len(times) < 2:
-            continue
-        *others, (last, rank) = sorted(times)
-        lag = _NS * (last - median(time for time, _ in others))
-        if worst is None or lag > worst[1]:
-            worst = rank, lag
-    return worst
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """The rank that the others wait for.
-
-    Attributes:
-        lag: seconds that it launches after the others: the median of its late steps.
-        late_steps: steps in which it was the last.
-        steps: steps that were compared.
-        slow: what it takes longest with, beside the others: "between steps", "forward",
-            "backward" or "packing".
-    """
+class RankTimes(NamedTuple):
+    """One rank's means over the steps: nanoseconds by activity; the last is waiting."""
 
     rank: int
-    lag: float
-    late_steps: int
-    steps: int
-    slow: str
+    times: Sequence[int]
 
 
-def find_straggler(run: Run, by_step: Mapping[int, Sequence[RankStep]]) -> Straggler | None:
-    """Return the rank with the largest sum of lags, or None if no rank is late enough to speak of.
+def find_slow_ranks(by_step: Mapping[int, Sequence[RankStep]]) -> SlowRanks | None:
+    """Return the ranks that the others wait for, judged as at run time: by how long each waits.
 
-    Late enough is more than the clocks' error and 1 % of the median step, in at least half of the
-    steps.
+    Steps count whose former step is there too.
     """
-    lags: dict[int, list[float]] = {}
-    compared = 0
-    for steps in by_step.values():
-        if (worst := launch_lag(steps)) is not None:
-            compared += 1
-            lags.setdefault(worst[0], []).append(worst[1])
-    if not lags:
-        return None
-    rank = max(lags, key=lambda r: sum(lags[r]))
-    lag = median(lags[rank])
-    length = median(_NS * (s.end - s.start) for steps in by_step.values() for s in steps)
-    error = _NS * max(r.clock_error_ns for r in run.ranks)
-    if lag <= max(error, _NOTEWORTHY * length) or 2 * len(lags[rank]) < compared:
-        return None
-    return Straggler(rank, lag, len(lags[rank]), compared, _slow_with(rank, by_step))
-
-
-def _slow_with(rank: int, by_step: Mapping[int, Sequence[RankStep]]) -> str:
-    """Return what a rank takes longer with than the median of the others, in the median step."""
-    excess: dict[str, list[float]] = {activity: [] for activity in ACTIVITIES}
+    spent: dict[int, list[tuple[float, ...]]] = {}
     for number, steps in by_step.items():
-        ends = {step.rank: step.end for step in by_step.get(number - 1, ())}
-        times = {step.rank: _activities(step, ends.get(step.rank, step.start)) for step in steps}
-        for activity, longer in excess.items():
-            others = median(t[activity] for other, t in times.items() if other != rank)
-            longer.append(times[rank][activity] - others)
-    return max(ACTIVITIES, key=lambda activity: median(excess[activity]))
+        for former, step in zip(by_step.get(number - 1, ()), steps, strict=False):
+            busy = _activities(step, former.end)
+            spent.setdefault(step.rank, []).append((*busy, step.end - former.end - sum(busy)))
+    means = [
+        RankTimes(rank, [round(sum(each) / len(times)) for each in zip(*times, strict=True)])
+        for rank, times in spent.items()
+    ]
+    earliest = sorted(means, key=lambda each: each.times[-1])
+    return pace_of(len(by_step), earliest, len(means)).slow if means else None
 
 
-def _activities(step: RankStep, before: int) -> dict[str, float]:
-    """Return the seconds of each activity of a step, without waiting.
+def _activities(step: RankStep, before: int) -> tuple[float, ...]:
+    """Return the nanoseconds of each of `ACTIVITIES` in a step, without waiting.
 
     Args:
         before: when the step before it ended.
@@ -443,12 +368,12 @@ def _activities(step: RankStep, before: int) -> dict[str, float]:
     for bucket in sorted(step.buckets, key=lambda b: b.launched):
         packing += bucket.launched - max(bucket.ready, sent)
         sent = bucket.launched
-    return {
-        "between steps": _NS * (step.start - before),
-        "forward": length(forward) - length(common(forward, union((*waits, *backward)))),
-        "backward": length(backward) - length(common(backward, waits)) - _NS * packing,
-        "packing": _NS * packing,
-    }
+    return (
+        step.start - before,
+        (length(forward) - length(common(forward, union((*waits, *backward))))) / _NS,
+        (length(backward) - length(common(backward, waits))) / _NS - packing,
+        packing,
+    )
 
 
 def by_step(run: Run) -> dict[int, list[RankStep]]:

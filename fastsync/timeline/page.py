@@ -1,7 +1,7 @@
 """A recorded run as one HTML page without a script and without any reference to a network.
 
-It shows the summary, the lanes of one typical step, and all steps in a table. To zoom and to look
-at other steps, open the trace of `perfetto_trace` in Perfetto.
+It shows the summary and the lanes of one typical step. To zoom and to look at other steps, open the
+trace of `perfetto_trace` in Perfetto.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from fastsync.timeline.data import RankStep, Run, by_step, launch_lag
+from fastsync.timeline.data import RankStep, Run, by_step
 from fastsync.timeline.moves import Span, size_text
 from fastsync.timeline.views import Bar, lanes_of, step_length, summarise, summary_text
 
@@ -27,8 +27,7 @@ body { max-width: 1240px; margin: 24px auto; padding: 0 16px; }
 .exposed { background: #d43f3a; } .waiting { background: #dd9a1f; }
 .late { background: #16788b66; } .all-reduce, .gather, .busy { background: #16788b; }
 .reduction, .sum { background: #7a5ea8; }
-pre, .scroll { overflow-x: auto; }
-td, th { padding: 2px 12px 2px 0; text-align: right; }
+pre { overflow-x: auto; }
 """
 _LEGEND = (
     *(("forward", "forward"), ("backward", "backward"), ("exposed", "exposed")),
@@ -44,23 +43,11 @@ def html_page(run: Run) -> str:
         ValueError: no step is complete on all ranks.
     """
     summary, text, steps = summarise(run), summary_text(run), by_step(run)
-    # Of median length, and with the straggler late in it.
-    late = summary.straggler and summary.straggler.rank
-    lags = {number: launch_lag(ranks) for number, ranks in steps.items()}
-    fitting = [n for n, lag in lags.items() if late is not None and lag and lag[0] == late]
-    typical = min(fitting or steps, key=lambda n: abs(step_length(steps[n]) - summary.step))
+    typical = min(steps, key=lambda n: abs(step_length(steps[n]) - summary.step))
     shown = steps[typical][:_RANKS]
+    late = summary.straggler and summary.straggler.ranks[0]
     if late is not None and all(step.rank != late for step in shown):
         shown[-1] = next(step for step in steps[typical] if step.rank == late)
-    rows = [
-        "<tr><th>step</th><th>length</th><th>exposed</th><th>last to launch</th>"
-        "<th>after the others</th></tr>"
-    ]
-    for number, ranks in steps.items():
-        rank, lag = lags[number] or ("-", 0.0)
-        exposed = max(step.exposed for step in ranks)
-        cells = (number, _ms(step_length(ranks)), _ms(exposed), f"rank {rank}", _ms(lag))
-        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     legend = " ".join(f'<i class="{kind}">&emsp;</i> {words}&ensp;' for kind, words in _LEGEND)
     parts = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
@@ -69,7 +56,6 @@ def html_page(run: Run) -> str:
         f"<h1>{escape(run.model)} on {run.world_size} ranks</h1><pre>{escape(text)}</pre>",
         f"<h2>Step {typical}, {_ms(step_length(steps[typical]))}</h2><p>{legend}</p>",
         *_lanes(run, shown, steps[typical]),
-        f'<h2>All steps</h2><div class="scroll"><table>{"".join(rows)}</table></div>',
         "</body></html>\n",
     ]
     return "\n".join(parts)

@@ -13,7 +13,7 @@ import socket
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -121,30 +121,22 @@ class Recorder:
         """Write the marks of all ranks; every rank calls it.
 
         Args:
-            path: rank 0 writes this file; with "{rank}" in it, every rank writes its own.
+            path: rank 0 writes this file.
             timeout: seconds to wait for the other ranks. A rank that does not come is left out.
         """
         atexit.unregister(self._at_exit)
         self._writes += 1
-        mail, apart = self._mail(timeout), "{rank}" in path
-        mine = self._record(timeout)
-        if mail and self._rank > 0 and not apart:
-            mail.put(f"marks/{self._rank}", _packed(mine))
-        offsets = self._offsets(mail)
-        if apart:
-            own = offsets[self._rank] or ClockOffset(0, 0)
-            self._dump(path.replace("{rank}", str(self._rank)), [_on_clock(mine, own)])
-        elif self._rank == 0:
-            self._dump(path, [mine, *(self._others(mail, offsets) if mail else [])])
+        records = [self._record(timeout)]
+        if self._store is not None and self._world > 1:
+            mail = Mailbox(self._store, f"{self._place}/{self._writes}", timeout)
+            if self._rank > 0:
+                mail.put(f"marks/{self._rank}", _packed(records[0]))
+            offsets = self._offsets(mail)
+            records += self._others(mail, offsets) if self._rank == 0 else []
+        if self._rank == 0:
+            self._dump(path, records)
 
-    def _mail(self, timeout: float) -> Mailbox | None:
-        if self._store is None or self._world == 1:
-            return None
-        return Mailbox(self._store, f"{self._place}/{self._writes}", timeout)
-
-    def _offsets(self, mail: Mailbox | None) -> Sequence[ClockOffset | None]:
-        if mail is None:
-            return [ClockOffset(0, 0)] * self._world
+    def _offsets(self, mail: Mailbox) -> Sequence[ClockOffset | None]:
         try:
             return align_clocks(mail, self._rank, self._world)
         except RuntimeError as error:
@@ -188,8 +180,7 @@ class Recorder:
             run.dump(Path(path))
         except OSError as error:
             _say(f"rank {self._rank} could not write the timeline: {error}")
-            return
-        if self._rank == 0:
+        else:
             _say(f"wrote {path}; look at it with: python -m fastsync.timeline {path}")
 
     def _plan(self, plan: BucketPlan) -> tuple[BucketInfo, ...]:
@@ -229,17 +220,11 @@ def _on_clock(record: RankRecord, clock: ClockOffset) -> RankRecord:
 
 
 def _packed(record: RankRecord) -> str:
-    counts = [record.clock_error_ns, record.dropped, record.unfinished]
-    fields = [record.rank, record.host, *counts, record.events]
-    return base64.b85encode(zlib.compress(json.dumps(fields).encode())).decode("ascii")
+    return base64.b85encode(zlib.compress(json.dumps(asdict(record)).encode())).decode("ascii")
 
 
 def _unpacked(letter: bytes) -> RankRecord:
-    rank, host, error, dropped, unfinished, events = json.loads(
-        zlib.decompress(base64.b85decode(letter))
-    )
-    marks = tuple((s, m, i, b, t) for s, m, i, b, t in events)
-    return RankRecord(rank, host, error, dropped, marks, unfinished)
+    return RankRecord.of(json.loads(zlib.decompress(base64.b85decode(letter))))
 
 
 def _say(text: str) -> None:

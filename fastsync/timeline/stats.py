@@ -1,22 +1,22 @@
-"""Statistics of synchronisation at run time, as one object and as scalars for TensorBoard."""
+"""Statistics of synchronisation at run time, as one object."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from fastsync.reducer.reports import Counters, UnitCounters
 from fastsync.reducer.step_timing import Pace, SlowRanks
 from fastsync.timeline.data import Medians, RankStep
 from fastsync.timeline.group_rows import UnitTiming, unit_timings
-from fastsync.timeline.moves import UnitInfo
-from fastsync.timeline.moves import size_text as _size
+from fastsync.timeline.moves import UnitInfo, size_text
 
-__all__ = ["BucketTiming", "SyncStats", "log_to_tensorboard", "make_stats", "unit_stats"]
+__all__ = ["BucketTiming", "SyncStats", "make_stats", "unit_stats"]
 
 _NS = 1e-9
+_SHARES = ("overlap", "scaling_efficiency")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SyncStats(Mapping[str, Any]):
 
     Counters start when the model is wrapped. Times are medians over the steps that are recorded,
     the latest 50 at most, in seconds; without `timeline=` they are None, because nothing
-    records when a collective completes. `str()` gives a report of a few lines.
+    records when a collective completes. `str()` gives a report, a line for each field.
 
     Attributes:
         steps: synchronised backwards.
@@ -65,7 +65,6 @@ class SyncStats(Mapping[str, Any]):
         communication_time: with at least one collective under way.
         exposed_time: from the last gradient to the last average, and of waiting for units: what
             synchronising adds to a step.
-        communication_ratio: communication_time / compute_time.
         overlap: share of the communication that lies within backward, 0 to 1; with units, that is
             not exposed.
         bucket_times: of each bucket of the current plan.
@@ -96,7 +95,6 @@ class SyncStats(Mapping[str, Any]):
     compute_time: float | None = None
     communication_time: float | None = None
     exposed_time: float | None = None
-    communication_ratio: float | None = None
     overlap: float | None = None
     bucket_times: tuple[BucketTiming, ...] | None = None
     unit_times: tuple[UnitTiming, ...] | None = None
@@ -116,92 +114,28 @@ class SyncStats(Mapping[str, Any]):
         return len(_NAMES)
 
     def __str__(self) -> str:
-        """A report of a few lines, with units."""
-        rows = [*_counter_rows(self), *_time_rows(self)]
+        """A report: what is not zero, with units."""
+        rows = [(name, _text(name, value)) for name, value in self.items() if value]
+        if self.network_time is not None:
+            rows.append(("waits for", str(self.straggler or "no rank")))
+        if not self.recorded_steps:
+            rows.append(("times", "not recorded; timeline=True or record_timeline() records them"))
         width = max(len(name) for name, _ in rows)
-        return "\n".join(
-            [_headline(self), *(f"  {name:<{width}}  {text}".rstrip() for name, text in rows)]
-        )
+        lines = (f"  {name:<{width}}  {text}" for name, text in rows)
+        return "\n".join((f"fastsync: {self.steps} synchronised steps", *lines))
 
 
-def _headline(stats: SyncStats) -> str:
-    if stats.units:
-        units = f"{_count(len(stats.units), 'unit')} of {_size(sum(stats.units))} in all"
-        return f"fastsync: {_count(stats.steps, 'synchronised step')}, {units}"
-    plans, buckets = _count(stats.plans, "plan"), _count(len(stats.buckets), "bucket")
-    return (
-        f"fastsync: {_count(stats.steps, 'synchronised step')}, {plans}, "
-        f"{buckets} of {_size(sum(stats.buckets))} in all"
-    )
-
-
-def _unit_rows(stats: SyncStats) -> Iterator[tuple[str, str]]:
-    steps = max(stats.steps, 1)
-    for name, count, sent in (
-        ("gathers", stats.gathers, stats.gathered_bytes),
-        ("reductions", stats.reductions, stats.reduced_bytes),
-    ):
-        yield f"{name} per step", f"{count / steps:.1f}, for which {_size(sent / steps)} were sent"
-    yield "sent by this rank", f"{_size(stats.sent_bytes / steps)} per step"
-    yield "waited for units", f"{_time(stats.exposed_seconds / steps)} per step"
-
-
-def _counter_rows(stats: SyncStats) -> Iterator[tuple[str, str]]:
-    steps = max(stats.steps, 1)
-    if stats.units:
-        yield from _unit_rows(stats)
-        return
-    yield "collectives per step", f"{stats.collectives / steps:.1f}"
-    yield "handed to the backend", f"{_size(stats.bytes / steps)} per step"
-    yield "sent by this rank", f"{_size(stats.sent_bytes / steps)} per step"
-    if stats.between_nodes_bytes:
-        yield "sent between nodes", f"{_size(stats.between_nodes_bytes / steps)} per step"
-    if stats.residual_bytes:
-        yield "error feedback", f"{_size(stats.residual_bytes)} of memory"
-    yield "waited after backward", f"{_time(stats.exposed_seconds / steps)} per step"
-    if stats.network_time is not None:
-        yield "waits for", str(stats.straggler or "no rank")
-        yield "waits for the network", f"{_time(stats.network_time)} per step, on every rank"
-
-
-def _time_rows(stats: SyncStats) -> Iterator[tuple[str, str]]:
-    if not stats.recorded_steps:
-        how = "FastDDP(..., timeline=True)" + (" or record_timeline()" if stats.units else "")
-        yield "times", f"not recorded; {how} records them"
-        return
-    yield "times", f"medians of {_count(stats.recorded_steps, 'recorded step')}"
-    for name, value in (("step", stats.step_time), ("forward, backward", stats.compute_time)):
-        if value is not None:
-            yield f"  {name}", _time(value)
-    if stats.communication_time is not None:
-        where = "behind computation" if stats.units else "within backward"
-        inside = "" if stats.overlap is None else f", {stats.overlap:.0%} of it {where}"
-        yield "  communication", _time(stats.communication_time) + inside
-    if stats.exposed_time is not None:
-        yield "  exposed", f"{_time(stats.exposed_time)} that synchronising adds to a step"
-    if stats.scaling_efficiency is not None:
-        yield "  scaling efficiency", f"{stats.scaling_efficiency:.0%} of a single rank's speed"
-    for index, bucket in enumerate(stats.bucket_times or ()):
-        yield (
-            f"  bucket {index}",
-            f"{_size(bucket.bytes)}: waited {_time(bucket.waiting)}, "
-            f"communicated {_time(bucket.communicating)}",
-        )
-    for unit in stats.unit_times or ():
-        yield (
-            f"  unit {unit.name!r}",
-            f"{_size(unit.bytes)}: gathered in {_time(unit.gathering)}, of which "
-            f"{_time(unit.gather_exposed)} exposed; reduced in {_time(unit.reducing)}, of which "
-            f"{_time(unit.reduction_exposed)} exposed",
-        )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
+def _text(name: str, value: object) -> str:
+    """Return a figure with the unit that follows from its name."""
+    if isinstance(value, tuple):
+        return ", ".join(_text(name, each) for each in value)
+    if isinstance(value, BucketTiming | UnitTiming):
+        return " ".join(f"{k} {_text(k, v)}" for k, v in vars(value).items())
+    if name.endswith("bytes") or name in ("buckets", "units"):
+        return size_text(float(str(value)))
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0%}" if name in _SHARES else f"{1e3 * value:.2f} ms"
 
 
 _NAMES = tuple(field.name for field in fields(SyncStats))
@@ -295,7 +229,6 @@ def _with_times(
     if not recorded:
         return base
     step_time = median(lengths) if lengths else None
-    ratios = [step.communicating / step.computing for step in recorded if step.computing > 0]
     times = Medians.of(recorded)
     return replace(
         base,
@@ -303,7 +236,6 @@ def _with_times(
         compute_time=times.computing,
         communication_time=times.communicating,
         exposed_time=times.exposed,
-        communication_ratio=median(ratios) if ratios else None,
         overlap=times.overlap,
         scaling_efficiency=one_rank_step / step_time if one_rank_step and step_time else None,
     )
@@ -323,41 +255,3 @@ def _bucket_times(buckets: Sequence[int], recorded: Sequence[RankStep]) -> tuple
             BucketTiming(size, waiting, _NS * median(b.done - b.launched for b in times))
         )
     return tuple(timings)
-
-
-class Synchronised(Protocol):
-    """A FastDDP, or another model with statistics."""
-
-    def sync_stats(self) -> SyncStats:
-        """Return the statistics, as `FastDDP.sync_stats`."""
-
-
-class Writer(Protocol):
-    """TensorBoard's SummaryWriter, or a similar writer."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Take one point of one curve."""
-
-
-def log_to_tensorboard(
-    model: Synchronised, writer: Writer, step: int | None = None, *, prefix: str = "fastsync"
-) -> None:
-    """Write the model's statistics as scalars; call it as often as you like to see a point.
-
-    Args:
-        model: a FastDDP, or the outermost module of fully_shard().
-        writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`.
-        step: the x coordinate; the number of synchronised backwards by default.
-        prefix: of the tags: "fastsync/exposed_time", "fastsync/bucket_0/communicating", ...
-    """
-    stats = model.sync_stats()
-    at = stats.steps if step is None else step
-    for name, value in stats.items():
-        if isinstance(value, int | float):
-            writer.add_scalar(f"{prefix}/{name}", value, at)
-    for index, timing in enumerate(stats.bucket_times or ()):
-        writer.add_scalar(f"{prefix}/bucket_{index}/waiting", timing.waiting, at)
-        writer.add_scalar(f"{prefix}/bucket_{index}/communicating", timing.communicating, at)
-    for unit in stats.unit_times or ():
-        for name in ("gathering", "gather_exposed", "reducing", "reduction_exposed"):
-            writer.add_scalar(f"{prefix}/unit_{unit.name}/{name}", getattr(unit, name), at)

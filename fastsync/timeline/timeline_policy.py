@@ -14,8 +14,7 @@ class TimelinePolicy:
 
     Attributes:
         path: the JSON file that rank 0 writes once the window is full, or at exit where training
-            ends earlier. With "{rank}" in it every rank writes its own marks. None: written on
-            demand only, by `write_timeline`.
+            ends earlier. None: written on demand only, by `write_timeline`.
         skip: synchronised backwards before the window; the first steps are not like the others.
         steps: synchronised backwards in the window, after which recording ends. None: never ends.
         capacity: marks that each rank keeps, the latest ones; 5 a step, 4 a bucket, and with units

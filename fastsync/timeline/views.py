@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeAlias
 
-from fastsync.reducer.step_timing import during
-from fastsync.timeline.data import Medians, RankStep, Run, Straggler, by_step, find_straggler
+from fastsync.reducer.step_timing import SlowRanks
+from fastsync.timeline.data import Medians, RankStep, Run, by_step, find_slow_ranks
 from fastsync.timeline.group_rows import UnitTiming, unit_timings
 from fastsync.timeline.moves import KINDS, Span, length, size_text
 
@@ -39,9 +39,8 @@ class Summary:
 
     Attributes:
         step: from the first rank's forward to the last rank's averages.
-        exposed: of the rank with most of it, step by step.
+        exposed: of the rank with most of it, step by step; `medians` are of all ranks.
         gather_exposed: the part of it that is waiting for units' parameters.
-        overlap: median of the ranks'.
         bytes: handed to the backend by a rank in a step; with units, sent.
         moves: gathers and reductions of units.
         clock_error: how far the ranks' clocks may differ from rank 0's.
@@ -49,17 +48,14 @@ class Summary:
 
     steps: int
     step: float
-    computing: float
-    communicating: float
     exposed: float
     gather_exposed: float
-    overlap: float
+    medians: Medians
     bytes: int
     buckets: int
     moves: dict[str, int]
-    straggler: Straggler | None
+    straggler: SlowRanks | None
     clock_error: float
-    ranks: dict[int, Medians]
     units: tuple[UnitTiming, ...]
 
 
@@ -81,28 +77,22 @@ def summarise(run: Run) -> Summary:
             "than it skips, and keep its capacity above 5 marks a step and 4 a bucket, gather or "
             "reduction"
         )
-    per_rank = {
-        record.rank: Medians.of([ranks[i] for ranks in steps.values()])
-        for i, record in enumerate(run.ranks)
-    }
+    every = [step for ranks in steps.values() for step in ranks]
     latest = list(steps.values())[-1][0]
     return Summary(
         steps=len(steps),
         step=median(step_length(ranks) for ranks in steps.values()),
-        computing=median(r.computing for r in per_rank.values()),
-        communicating=median(r.communicating for r in per_rank.values()),
         exposed=median(max(s.exposed for s in ranks) for ranks in steps.values()),
         gather_exposed=median(
             length(max(ranks, key=lambda s: s.exposed).waits("gather")) for ranks in steps.values()
         ),
-        overlap=median(r.overlap or 0.0 for r in per_rank.values()),
+        medians=Medians.of(every),
         bytes=latest.bytes,
         buckets=len(latest.buckets),
         moves={kind: sum(m.kind == kind for m in latest.moves) for kind in KINDS},
-        straggler=find_straggler(run, steps),
+        straggler=find_slow_ranks(steps),
         clock_error=1e-9 * max(r.clock_error_ns for r in run.ranks),
-        ranks=per_rank,
-        units=tuple(unit_timings(run.units, [s for ranks in steps.values() for s in ranks])),
+        units=tuple(unit_timings(run.units, every)),
     )
 
 
@@ -113,10 +103,10 @@ def summary_text(run: Run) -> str:
         f"{run.model}, {run.world_size} ranks, {run.backend} on {run.device}, {s.steps} steps",
         "",
         f"  step           {s.step * _MS:9.2f} ms",
-        f"  computation    {s.computing * _MS:9.2f} ms   forward and backward",
-        f"  communication  {s.communicating * _MS:9.2f} ms   {_communication_text(s)}",
+        f"  computation    {s.medians.computing * _MS:9.2f} ms   forward and backward",
+        f"  communication  {s.medians.communicating * _MS:9.2f} ms   {_communication_text(s)}",
         f"  exposed        {s.exposed * _MS:9.2f} ms   {_exposed_text(s)}",
-        f"  straggler      {_straggler_text(s)}",
+        f"  straggler      {s.straggler or 'none: no rank keeps the others waiting'}",
     ]
     if s.clock_error:
         lines.append(f"  clocks         aligned within ±{s.clock_error * _MS:.3f} ms")
@@ -125,12 +115,6 @@ def summary_text(run: Run) -> str:
             f"  missing        nothing recorded of rank {', '.join(map(str, run.missing))}"
         )
     lines += [f"  incomplete     {text}" for text in _lost_texts(run)]
-    lines += ["", "  rank  computation  communication    exposed  overlap"]
-    for rank, of in s.ranks.items():
-        lines.append(
-            f"  {rank:>4}  {of.computing * _MS:8.2f} ms  {of.communicating * _MS:10.2f} ms"
-            f"  {of.exposed * _MS:6.2f} ms  {of.overlap or 0.0:7.0%}"
-        )
     if s.units:
         lines += _unit_lines(s.units)
     return "\n".join(lines)
@@ -149,11 +133,12 @@ def _lost_texts(run: Run) -> list[str]:
 
 
 def _communication_text(s: Summary) -> str:
+    overlap = s.medians.overlap or 0.0
     if not s.units:
-        return f"{s.bytes / _MIB:.1f} MiB in {s.buckets} buckets; {s.overlap:.0%} within backward"
+        return f"{s.bytes / _MIB:.1f} MiB in {s.buckets} buckets; {overlap:.0%} within backward"
     counted = ((kind, count) for kind, count in s.moves.items() if count)
     counts = ", ".join(f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in counted)
-    return f"{s.bytes / _MIB:.1f} MiB in {counts}; {s.overlap:.0%} behind computation"
+    return f"{s.bytes / _MIB:.1f} MiB in {counts}; {overlap:.0%} behind computation"
 
 
 def _exposed_text(s: Summary) -> str:
@@ -172,16 +157,6 @@ def _unit_lines(units: Sequence[UnitTiming]) -> Iterator[str]:
         name = unit.name if len(unit.name) <= width else unit.name[: width - 3] + "..."
         size = size_text(unit.bytes)
         yield f"  {name:<{width}}  {size:>10}  {a:10.2f}{b:10.2f}  {c:10.2f}{d:10.2f}"
-
-
-def _straggler_text(summary: Summary) -> str:
-    straggler = summary.straggler
-    if straggler is None:
-        return "none: no rank keeps the others waiting"
-    return (
-        f"rank {straggler.rank} launches last in {straggler.late_steps} of {straggler.steps} "
-        f"steps, {straggler.lag * _MS:.2f} ms after the others; it is slow {during(straggler.slow)}"
-    )
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def made_up_run(late=0, steps=4, error=0, names=("layer.weight", "layer.bias")):
                 (40 + delay, 45 + delay, 45 + delay, 58 + late),
             ]
             events += step_events(
-                number, 200 * number, buckets, (10, 50 + delay), 60 + late, plan=1
+                number, 100 * number, buckets, (10, 50 + delay), 60 + late, plan=1
             )
         ranks.append(record(rank, events, error * rank))
     plan = (BucketInfo(tuple(names), 1 << 20, "float32"), BucketInfo(("head",), 1 << 20, "float32"))

@@ -8,15 +8,14 @@ import torch
 from torch import nn
 
 import fastsync
-from fastsync import FastDDP, TimelinePolicy, UnitTiming, Zero, fully_shard, log_to_tensorboard
-from fastsync.timeline.data import by_step, find_straggler, load, steps_of
+from fastsync import FastDDP, TimelinePolicy, UnitTiming, Zero, fully_shard
+from fastsync.timeline.data import by_step, find_slow_ranks, load, steps_of
 from fastsync.timeline.moves import moves_of
 from fastsync.timeline.page import html_page
-from fastsync.timeline.views import perfetto_trace, summarise, summary_text
+from fastsync.timeline.views import perfetto_trace, summary_text
 from tests.fsdp.fsdp_models import apply, loss_of, mesh_of, net, words
 from tests.helpers.teams import run_ranks
-from tests.timeline.recordings import MS, made_up_run, made_up_units, unit_events
-from tests.timeline.test_sync_stats import Recorded
+from tests.timeline.recordings import MS, made_up_units, unit_events
 
 UNITS = ["root", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 
@@ -90,7 +89,7 @@ def test_a_rank_that_sleeps_exposes_the_gathers_of_others(tmp_path):
     run_ranks(sleep_in_block, 2, str(path))
     run = load(path)
     steps = by_step(run)
-    assert find_straggler(run, steps).rank == 1
+    assert find_slow_ranks(steps).ranks == (1,)
     # Rank 1 sleeps before it starts the forward's gather of the last block.
     late = [m for waiting, _ in steps.values() for m in waiting.moves if (m.unit, m.turn) == (4, 0)]
     assert max(m.arrived - m.wanted for m in late if m.kind == "gather") > 50 * MS
@@ -178,7 +177,7 @@ def test_counters_tell_what_was_sent(world, way, reshard):
     for took, _, text in results:
         assert took["steps"] == 1 and took["reductions"] == 5
         assert took["gathers"] == {None: 9, True: 10, False: 5}[reshard]
-        assert "units of" in text and "gathers per step" in text and "None" not in text
+        assert "gathers " in text and "gathered_bytes " in text and "None" not in text
     mean = {name: sum(took[name] for took, _, _ in results) / world for name in results[0][0]}
     gathers = 1 if reshard is False else 2
     assert mean["gathered_bytes"] == pytest.approx(gathers * unit, rel=0.01)
@@ -239,23 +238,20 @@ def test_all_that_units_send_is_counted():
 def times(rank, world):
     model = wrap("fully_shard", True)
     train(model, rank, 6)
-    writer = Recorded()
-    log_to_tensorboard(model, writer)
-    return model.sync_stats(one_rank_step=1e-6), writer.points
+    return model.sync_stats(one_rank_step=1e-6)
 
 
 @pytest.mark.slow
 def test_times_of_units():
-    for stats, points in run_ranks(times, 2):
+    for stats in run_ranks(times, 2):
         assert [unit.name for unit in stats.unit_times] == UNITS
         assert all(isinstance(unit, UnitTiming) for unit in stats.unit_times)
         assert stats.units == tuple(unit.bytes for unit in stats.unit_times)
         for unit in stats.unit_times:
             assert unit.gathering > 0 and unit.reducing > 0
-            assert points[f"fastsync/unit_{unit.name}/reducing"] == [(6, unit.reducing)]
         assert 0 < stats.exposed_time < stats.step_time
         assert 0 <= stats.overlap <= 1 and 0 < stats.scaling_efficiency < 1
-        assert "of which" in str(stats) and "behind computation" in str(stats)
+        assert "name blocks.3 bytes 1.5 MiB gathering " in str(stats)
 
 
 def refuse(rank, world):
@@ -316,23 +312,11 @@ def test_waits_are_exposed_once_and_not_computed():
     assert step.waits("gather") == ((2 * MS, 5 * MS),)
 
 
-def test_an_older_recording_has_no_units(tmp_path):
-    run = made_up_run()
-    run.dump(tmp_path / "run.json")
-    text = (tmp_path / "run.json").read_text()
-    old = text.replace('"version":2', '"version":1').replace(',"units":[]', "")
-    assert old != text and "units" not in old
-    (tmp_path / "run.json").write_text(old)
-    assert load(tmp_path / "run.json") == run
-    assert summarise(run).units == ()
-
-
 def test_the_summary_says_what_units_cost():
     text = summary_text(made_up_units(late=2))
     assert "3.0 MiB in 2 gathers, 1 reduction; " in text
     # The first gather, 2 ms; the second, 4 on rank 0; from the reduction's wait to the end, 8.
     assert re.search(r"exposed +14\.00 ms +39% of the step; 6\.00 ms of it waits for gathers", text)
-    assert "rank 1 launches last in 3 of 3 steps, 2.00 ms after the others" in text
     assert re.search(r"blocks\.0 +1\.0 MiB +3\.00 +3\.00 +9\.00 +6\.00$", text, re.MULTILINE)
 
 
