@@ -566,7 +566,7 @@ class FastDDP(Front):
         """Write what has been recorded so far; every rank calls it.
 
         Args:
-            path: as in `TimelinePolicy`: rank 0 writes this file; with "{rank}", each its own.
+            path: rank 0 writes this file.
 
         Raises:
             RuntimeError: nothing is recorded.

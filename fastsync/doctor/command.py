@@ -25,7 +25,7 @@ import torch
 from fastsync._build.env import Env, has_rank
 from fastsync._torch import HashStore
 from fastsync.doctor.drill import FAULTS
-from fastsync.doctor.examine import Asked, Team, examine
+from fastsync.doctor.examine import Team, examine
 from fastsync.doctor.report import report_text
 
 __all__ = ["main"]
@@ -54,9 +54,9 @@ def _positive(text: str) -> float:
     return value
 
 
-def _examine_ranks(team: Team, asked: Asked) -> int:
+def _examine_ranks(team: Team, backend: str, seconds: float, drill: str) -> int:
     """Print rank 0's report; return the exit status, on every rank."""
-    report, code = examine(team, asked), 0
+    report, code = examine(team, backend, seconds, drill), 0
     if report is not None:
         print(report_text(report), flush=True)
         code = 0 if report.passed else _FAILED
@@ -74,9 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         on_gpu = torch.cuda.is_available() and torch.distributed.is_nccl_available()
         backend = args.backend or ("nccl" if on_gpu else "gloo")
-        asked = Asked(backend, args.seconds, args.timeout, args.drill)
         alone = None if has_rank() else Team(HashStore(), 0, 1, args.timeout)
-        return _examine_ranks(alone or Team.meet(args.timeout), asked)
+        team = alone or Team.meet(args.timeout)
+        return _examine_ranks(team, backend, args.seconds, args.drill)
     except KeyboardInterrupt:
         if rank == 0:
             print("fastsync doctor: interrupted", file=sys.stderr)

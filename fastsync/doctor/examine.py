@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
 from datetime import timedelta
 
 import torch
@@ -28,27 +27,11 @@ from fastsync.faults.wording import name_ranks
 from fastsync.reducer.monitor import explained, open_watch
 from fastsync.reducer.shared_memory import offer_memory
 
-__all__ = ["Asked", "Team", "examine"]
+__all__ = ["Team", "examine"]
 
 _BUILD = 600.0  # seconds for facts, which may have to compile the extension
 _DRILL = 240.0  # seconds for a drill's outcome
 _SHARES = {"all-reduces": 0.3, "pairs": 0.6, "compute": 0.1}  # of the time for measuring
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Arguments of the command line.
-
-    Attributes:
-        seconds: for measuring.
-        timeout: seconds to wait for ranks.
-        drill: a fault that the last rank has; empty: none.
-    """
-
-    backend: str
-    seconds: float
-    timeout: float
-    drill: str = ""
 
 
 class Team:
@@ -61,11 +44,12 @@ class Team:
     Attributes:
         rank, world: this one's number, and how many there are.
         store: shared by all ranks.
+        timeout: seconds that an exchange waits for a rank.
     """
 
     def __init__(self, store: Store, rank: int, world: int, timeout: float) -> None:
         self.store, self.rank, self.world = store, rank, world
-        self._timeout = timeout
+        self.timeout = timeout
 
     @staticmethod
     def meet(timeout: float) -> Team:
@@ -82,7 +66,7 @@ class Team:
 
     def mail(self, topic: str, timeout: float | None = None) -> Mailbox:
         """Return a mailbox for one exchange, alike on all ranks."""
-        return Mailbox(self.store, f"doctor/{topic}", timeout or self._timeout)
+        return Mailbox(self.store, f"doctor/{topic}", timeout or self.timeout)
 
     def gather(
         self, topic: str, text: str, timeout: float | None = None, absent: Container[int] = ()
@@ -113,7 +97,7 @@ class Team:
         Raises:
             RuntimeError: it did not say anything in time.
         """
-        mail = self.mail(topic, 2 * (timeout or self._timeout) + 5)
+        mail = self.mail(topic, 2 * (timeout or self.timeout) + 5)
         if self.rank == 0:
             mail.put("said", text)
             return text
@@ -130,14 +114,18 @@ class Team:
             print(f"fastsync doctor: {text}", file=sys.stderr, flush=True)
 
 
-def examine(team: Team, asked: Asked) -> Report | None:
+def examine(team: Team, backend: str, seconds: float, drill: str = "") -> Report | None:
     """Examine all ranks; rank 0 gets the report. Every rank calls it.
+
+    Args:
+        seconds: for measuring.
+        drill: a fault that the last rank has, instead of measuring; empty: none.
 
     Raises:
         RuntimeError: ranks have gone meanwhile.
         ValueError: what was asked for makes no sense; on every rank.
     """
-    if asked.drill and team.world < 2:
+    if drill and team.world < 2:
         raise ValueError(
             "a drill needs two ranks or more, of which one notices the fault: start it with "
             "torchrun --nproc-per-node 3"
@@ -149,45 +137,50 @@ def examine(team: Team, asked: Asked) -> Report | None:
     mine = facts_of_this_rank(team.store if team.world > 1 else None, local_rank)
     told = team.gather("facts", mine.dump(), _BUILD, absent)
     ranks = {rank: Facts.parse(text) for rank, text in enumerate(told) if text is not None}
-    findings = check_facts(ranks, team.world, asked.backend) if first else []
+    findings = check_facts(ranks, team.world, backend) if first else []
     measured = None
     if team.tell("go on", worst(findings).name, _BUILD) != Level.FAIL.name:
-        if asked.drill:
+        if drill:
             victim = team.world - 1
-            team.say(f"drill: {asked.drill} rank {victim}, half a minute at most")
-            mine_has = asked.drill if team.rank == victim else ""
-            ends = team.gather("drill", run_drill(mine_has, asked.backend), _DRILL)
+            team.say(f"drill: {drill} rank {victim}, half a minute at most")
+            mine_has = drill if team.rank == victim else ""
+            ends = team.gather("drill", run_drill(mine_has, backend), _DRILL)
             outcomes = [Outcome(**json.loads(text)) if text else Outcome() for text in ends]
-            findings += judge(asked.drill, victim, outcomes) if first else []
+            findings += judge(drill, victim, outcomes) if first else []
         elif team.world > 1:
-            measured, more = _measure(team, asked, machines_of(ranks), local_rank)
-            findings += more
-    return Report(team.world, asked.backend, ranks, findings, measured) if first else None
+            machines = machines_of(ranks)
+            try:
+                measured, more = _measure(team, backend, seconds, machines, local_rank)
+                findings += more
+            finally:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+    return Report(team.world, backend, ranks, findings, measured) if first else None
 
 
 # ---- measurements -----------------------------------------------------------------------------
 
 
-def _open_group(team: Team, asked: Asked, local_rank: int) -> list[Finding]:
+def _open_group(team: Team, backend: str, device: torch.device) -> list[Finding]:
     """Open the process group, or say on all ranks alike why there is none."""
     error = ""
     try:
-        if asked.backend == "nccl":
-            torch.cuda.set_device(local_rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            asked.backend,
+            backend,
             store=PrefixStore("doctor/group", team.store),
             rank=team.rank,
             world_size=team.world,
-            timeout=timedelta(seconds=asked.timeout),
-            device_id=torch.device("cuda", local_rank) if asked.backend == "nccl" else None,
+            timeout=timedelta(seconds=team.timeout),
+            device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as raised:
         error = str(raised).splitlines()[0]
     # Rank 0 may only come here when another rank has been here for the timeout.
-    told = team.gather("group", error, 2 * asked.timeout)
+    told = team.gather("group", error, 2 * team.timeout)
     failed = {rank: text for rank, text in enumerate(told) if text != ""}
-    if team.tell("group", "failed" if failed else "", 2 * asked.timeout) == "":
+    if team.tell("group", "failed" if failed else "", 2 * team.timeout) == "":
         return []
     remedy = "Look at firewalls between the machines, and at GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
     return [
@@ -196,39 +189,28 @@ def _open_group(team: Team, asked: Asked, local_rank: int) -> list[Finding]:
     ] or [fail("process group", "it could not be made", remedy)]
 
 
-@contextlib.contextmanager
-def _closed_at_end() -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
 def _measure(
-    team: Team, asked: Asked, machines: Sequence[Sequence[int]], local_rank: int
+    team: Team, backend: str, seconds: float, machines: Sequence[Sequence[int]], local_rank: int
 ) -> tuple[rates.Measured | None, list[Finding]]:
     """Measure all ranks.
 
     Args:
         machines: the ranks of each; on rank 0.
     """
-    on_gpu, share = asked.backend == "nccl", asked.seconds
+    on_gpu = backend == "nccl"
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    with _closed_at_end():
-        failed = _open_group(team, asked, local_rank)
-        if failed:
-            return None, failed
-        findings = _services(asked.backend)
-        with explained(default_group(), "the doctor's measurements"):
-            team.say(f"measuring, about {asked.seconds:g} s: all-reduces")
-            whole = rates.measure_all_reduce(device, _SHARES["all-reduces"] * share)
-            team.say("pairs of ranks")
-            pairs = rates.measure_pairs(device, _SHARES["pairs"] * share, whole.rate, team.say)
-            team.say("computing")
-            seconds = rates.compute_seconds(device, _SHARES["compute"] * share)
+    if failed := _open_group(team, backend, device):
+        return None, failed
+    findings = _services(backend)
+    with explained(default_group(), "the doctor's measurements"):
+        team.say(f"measuring, about {seconds:g} s: all-reduces")
+        whole = rates.measure_all_reduce(device, _SHARES["all-reduces"] * seconds)
+        team.say("pairs of ranks")
+        pairs = rates.measure_pairs(device, _SHARES["pairs"] * seconds, whole.rate, team.say)
+        team.say("computing")
+        products = rates.compute_seconds(device, _SHARES["compute"] * seconds)
     slow = rates.find_slow(pairs.times, machines)
-    findings += [*rates.check_pairs(slow, len(pairs.times)), *rates.check_compute(seconds)]
+    findings += [*rates.check_pairs(slow, len(pairs.times)), *rates.check_compute(products)]
     return rates.Measured(whole, pairs, slow), findings
 
 

@@ -122,7 +122,7 @@ class Recording:
         """Write what has been recorded so far; every rank calls it.
 
         Args:
-            path: rank 0 writes this file; with "{rank}" in it, each its own.
+            path: rank 0 writes this file.
 
         Raises:
             RuntimeError: nothing is recorded.

@@ -238,11 +238,6 @@ class Units:
         return sum(size.shard for size in self._every())
 
     @property
-    def kept(self) -> int:
-        """Bytes of gradients that a rank keeps."""
-        return sum(size.gradients for size in self._every())
-
-    @property
     def held(self) -> float:
         """Bytes of whole parameters, of gradients that have not arrived, and of buffers."""
         under_way = sum(r.waiting + r.temporary(self._accumulates) for r in self._reducing)

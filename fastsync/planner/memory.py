@@ -53,10 +53,9 @@ OptimizerTrace = Callable[[list[tuple[tuple[int, ...], torch.dtype]]], Allocatio
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank at its peak, by item; `phase` is when that is."""
+    """Bytes of a rank at its peak, by item."""
 
     items: dict[str, float]
-    phase: str
 
     @property
     def total(self) -> float:
@@ -233,16 +232,12 @@ def phases_of(
     for phase, added in ((kept, within), (stepping, after)):
         for name, value in added.items():
             phase[name] += value
-    return Memory(_ordered(kept), "backward"), Memory(_ordered(stepping), "optimizer")
+    return Memory(kept), Memory(stepping)
 
 
 def peak_of(phases: tuple[Memory, Memory]) -> Memory:
     """Return the larger one."""
     return max(phases, key=lambda memory: memory.total)
-
-
-def _ordered(items: dict[str, float]) -> dict[str, float]:
-    return {name: items.get(name, 0.0) for name in ITEMS}
 
 
 def _persistent(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "KINDS",
@@ -95,35 +96,22 @@ class Move:
 
 def moves_of(events: Iterable[Event]) -> tuple[Move, ...]:
     """Return a step's collectives that the computation has waited for, in the order of starts."""
-    begun: list[dict[str, int]] = []
-    latest: dict[tuple[int, str], dict[str, int]] = {}
+    begun: list[dict[str, Any]] = []
+    latest: dict[tuple[int, str], dict[str, Any]] = {}
     for _, mark, unit, size, time in events:
         kind, _, what = mark.rpartition("_")
         if kind not in KINDS:
             continue
         if what == "started":
             turn = latest[unit, kind]["turn"] + 1 if (unit, kind) in latest else 0
-            latest[unit, kind] = {"unit": unit, "kind": KINDS.index(kind), "turn": turn}
-            latest[unit, kind]["bytes"] = size
+            latest[unit, kind] = {"unit": unit, "kind": kind, "turn": turn, "bytes": size}
             begun.append(latest[unit, kind])
         if (unit, kind) in latest:
             latest[unit, kind][what] = time
-    return tuple(_move(marks) for marks in begun if {"wanted", "arrived"} <= marks.keys())
-
-
-def _move(marks: dict[str, int]) -> Move:
-    # Collectives that Python waits for say only that they have arrived.
-    done = marks.get("done", marks["arrived"])
-    return Move(
-        unit=marks["unit"],
-        kind=KINDS[marks["kind"]],
-        turn=marks["turn"],
-        started=marks["started"],
-        done=min(done, marks["arrived"]),
-        wanted=marks["wanted"],
-        arrived=marks["arrived"],
-        bytes=marks["bytes"],
-    )
+    waited = [marks for marks in begun if {"wanted", "arrived"} <= marks.keys()]
+    for marks in waited:  # collectives that Python waits for say only that they have arrived
+        marks["done"] = min(marks.get("done", marks["arrived"]), marks["arrived"])
+    return tuple(Move(**marks) for marks in waited)
 
 
 def union(spans: Iterable[Span]) -> tuple[Span, ...]:

@@ -79,7 +79,7 @@ def check_step(step):
 def sleep_in_block(rank, world, path):
     model = wrap("fully_shard", TimelinePolicy(path, skip=1, steps=4))
     if rank == 1:
-        model.blocks[1].register_forward_hook(lambda *_: time.sleep(0.1))
+        model.blocks[1].register_forward_hook(lambda *_: time.sleep(0.3))
     train(model, rank, 6)
 
 

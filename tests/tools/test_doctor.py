@@ -19,7 +19,7 @@ from fastsync.doctor import examine as examination
 from fastsync.doctor import facts, rates
 from fastsync.doctor.command import main
 from fastsync.doctor.drill import FAULTS
-from fastsync.doctor.examine import Asked, Team, examine
+from fastsync.doctor.examine import Team, examine
 from fastsync.doctor.finding import Level
 from fastsync.testing import RankError, run_ranks
 from tests.helpers.scripts import ROOT, environment, run_module
@@ -87,8 +87,8 @@ def examined(rank, world, spoil, seconds):
     dist.destroy_process_group()
     if rank == world - 1:
         spoil()
-    team = Team(store, rank, world, 20.0)
-    report = examine(team, Asked("gloo", seconds, 3.0 if spoil is no_group else 20.0))
+    team = Team(store, rank, world, 3.0 if spoil is no_group else 20.0)
+    report = examine(team, "gloo", seconds)
     team.part()
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     make("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for `run_ranks` to destroy
@@ -232,7 +232,7 @@ def absent(rank, world):
     dist.barrier()
     if rank == 1:
         return None
-    return examine(Team(store, rank, world, 1.0), Asked("gloo", 1.0, 1.0))
+    return examine(Team(store, rank, world, 1.0), "gloo", 1.0)
 
 
 @pytest.mark.slow
