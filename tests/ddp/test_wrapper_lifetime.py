@@ -69,13 +69,7 @@ def settled(before):
     return before, held()
 
 
-@pytest.mark.slow(
-    but=(
-        "zero0",
-        "int8",
-        "zero3-network",
-    )
-)
+@pytest.mark.slow(but=("zero0", "zero3-network"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sweep_holds_no_more_than_one_wrapper(kind):
     for before, after in run_ranks(sweep, 2, kind):

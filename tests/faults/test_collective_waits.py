@@ -104,12 +104,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.slow(
-    but=(
-        "kept",
-        "joined",
-    )
-)
+@pytest.mark.slow(but=("kept",))
 @pytest.mark.parametrize(
     ("train", "world", "place", "names"), PLACES, ids=[train.__name__ for train, *_ in PLACES]
 )

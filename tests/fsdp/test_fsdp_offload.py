@@ -125,13 +125,7 @@ def same(one, other):
     return len(pairs) > 10 and all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.slow(
-    but=(
-        "adamw",
-        "codes",
-        "synced each time",
-    )
-)
+@pytest.mark.slow(but=("adamw", "codes"))
 @pytest.mark.parametrize("run", RUNS)
 def test_bits_are_those_without_a_policy(run):
     world, *given = RUNS[run]

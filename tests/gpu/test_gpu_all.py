@@ -79,6 +79,7 @@ def test_a_stage_whose_tests_were_all_skipped_has_failed(tmp_path):
         assert [o.status for o in mine.outcomes] == [status]
 
 
+@pytest.mark.slow
 def test_what_a_command_started_ends_with_this_one(tmp_path):
     """Even where it is killed: the guard of the command notices."""
     told = tmp_path / "told"

@@ -80,12 +80,7 @@ def beside_whole(rank, world, name, kind):
     return max(map(distance, found)), rounding, same, found[-1]
 
 
-@pytest.mark.slow(
-    but=(
-        "wide-sgd",
-        "wide-adamw",
-    )
-)
+@pytest.mark.slow(but=("wide-adamw",))
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", SCALES)
 def test_two_ranks(name, kind):
