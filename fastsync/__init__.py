@@ -14,6 +14,7 @@ from fastsync.config.arguments import Faults, Zero
 from fastsync.config.elastic_policy import ElasticPolicy
 from fastsync.config.preemption_policy import PreemptionPolicy
 from fastsync.config.replica_policy import ReplicaPolicy
+from fastsync.config.sync_modes import Delayed, DiLoCo, LocalSGD
 from fastsync.ddp.elastic_training import Membership
 from fastsync.ddp.fast_ddp import FastDDP
 from fastsync.ddp.nonfinite import NonFiniteGradientError
@@ -38,10 +39,13 @@ __all__ = [
     "BucketTiming",
     "BuildError",
     "Codec",
+    "Delayed",
+    "DiLoCo",
     "ElasticPolicy",
     "FSDPModule",
     "FastDDP",
     "Faults",
+    "LocalSGD",
     "Membership",
     "NonFiniteGradientError",
     "PreemptionPolicy",

@@ -38,12 +38,14 @@ def _parser() -> argparse.ArgumentParser:
     known = "\n".join(f"  {name:<30} {kinds[kind]}" for name, kind in DDP_OPTIONS.items())
     parser = argparse.ArgumentParser(
         prog="python -m fastsync.run",
-        usage="%(prog)s [--with NAME=VALUE[,NAME=VALUE...]] [-m] PROGRAM [ARGUMENT ...]",
+        usage="%(prog)s [--with NAME=VALUE[,NAME=VALUE...]] [--sync MODE:STEPS] [-m] PROGRAM "
+        "[ARGUMENT ...]",
         description="Runs PROGRAM with FastDDP wherever it builds a DistributedDataParallel.",
         epilog=f"options of FastDDP, which win over the program's own:\n{known}\n\n"
         "examples:\n"
         "  torchrun --nproc-per-node 2 -m fastsync.run train.py --lr 0.1\n"
         "  python -m fastsync.run --with wire=bf16 torchrun --nproc-per-node 2 train.py\n"
+        "  python -m fastsync.run --sync diloco:64 torchrun --nproc-per-node 2 train.py\n"
         "  FASTSYNC_REPLACE_DDP=wire=bf16 torchrun --nproc-per-node 2 -m fastsync.run train.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -55,6 +57,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="an argument of FastDDP; may be repeated, or hold several separated by commas",
     )
+    parser.add_argument(
+        "--sync",
+        metavar="MODE:STEPS",
+        help="average parameters every STEPS optimizer steps: local, diloco or delayed; as --with "
+        "sync=MODE:STEPS",
+    )
     parser.add_argument("-m", action="store_true", dest="module", help="PROGRAM is a module's name")
     parser.add_argument("program", metavar="PROGRAM", help="a script, a module, or a command")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
@@ -65,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv`; end as the program ends."""
     parser = _parser()
     asked = parser.parse_args(argv)
-    text = ",".join(asked.options)
+    text = ",".join([*asked.options, *([f"sync={asked.sync}"] if asked.sync else [])])
     try:
         options = ddp_options(text or "1") or {}
     except ValueError as error:

@@ -53,6 +53,7 @@ DDP_OPTIONS: Mapping[str, type] = {
     "shared_memory": bool,
     "on_skip": str,
     "elastic": bool,
+    "sync": str,
 }
 # Makes torch's NCCL watchdog leave a process alive when a collective in it fails.
 NCCL_LETS_LIVE: Mapping[str, str] = {

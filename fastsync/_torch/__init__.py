@@ -19,6 +19,7 @@ from fastsync._torch.dtensors import (
     with_dtype,
     with_own_storage,
 )
+from fastsync._torch.grad_scaler import on_scaled_skips
 from fastsync._torch.graphs import (
     at_end_of_backward,
     backward_is_running,
@@ -144,6 +145,7 @@ __all__ = [
     "map_tensors",
     "meet_alone",
     "next_creation_number",
+    "on_scaled_skips",
     "outside_transforms",
     "register_sharded",
     "renewed_backend",

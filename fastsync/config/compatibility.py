@@ -57,6 +57,11 @@ def _wire(setup: Setup, refused: bool) -> str:
     return f"wire={setup.policy.wire.describe()!r}" if refused else ""
 
 
+def _sync(setup: Setup, refused: bool) -> str:
+    mode = setup.policy.sync
+    return f"sync={mode.describe()}" if mode is not None and refused else ""
+
+
 def _coded(setup: Setup) -> bool:
     wire = setup.policy.wire
     return not wire.plain and wire.form != "native"
@@ -89,6 +94,10 @@ FEATURES: Mapping[str, Callable[[Setup], str]] = {
         "skip_all_reduce_unused_params" if s.policy.skip_unused else ""
     ),
     "static_graph": lambda s: "static_graph" if s.policy.static_graph else "",
+    "sync": lambda s: _sync(s, True),
+    "sync without warmup": lambda s: _sync(
+        s, s.policy.sync is not None and not s.policy.sync.warmup
+    ),
     "timeline": lambda s: "timeline" if s.timeline else "",
     "wire": lambda s: _wire(s, not s.policy.wire.plain),
     "wire with a memory": lambda s: _wire(s, not may_lose_ranks(s.policy.wire)),
@@ -194,6 +203,37 @@ ROWS = (
         "communication hook",
         "a hook may divide its buffers by a number of ranks of its own",
         "use on_skip='raise' with it",
+    ),
+    Row(
+        "sync",
+        "zero=1 to 3",
+        "a rank's shard of the optimizer's state belongs to gradients of all ranks, which stay on "
+        "their ranks here",
+    ),
+    Row(
+        "sync",
+        "elastic",
+        "a step is committed by a vote in its backward, which sends nothing here; a rank that dies "
+        "within a round ends the training",
+    ),
+    Row("sync", "static_graph", "backwards send nothing, so that no graph is recorded"),
+    Row("sync", "communication hook", "there are no buckets of gradients that it could reduce"),
+    Row(
+        "sync",
+        "join",
+        "a rank without inputs makes no steps, and does not come to the end of a round",
+        _INPUTS,
+    ),
+    Row("sync", "nonfinite", "ranks learn of NaN with the gradients, which stay on their ranks"),
+    Row("sync", "replicas", "ranks have different parameters within a round"),
+    Row("sync", "on_skip", "ranks count who has gradients when they send them"),
+    Row("sync", "on_preemption", "ranks would save in the middle of a round"),
+    Row("sync", "timeline", "it records steps that synchronise"),
+    Row(
+        "sync without warmup",
+        "wire",
+        "gradients do not travel",
+        "leave wire out; DiLoCo has a wire of its own, for differences",
     ),
     Row("zero=3", "replicas", "each rank has its own shards, so that nothing can be compared"),
     Row(

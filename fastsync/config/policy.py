@@ -12,6 +12,7 @@ import torch
 from fastsync.config.arguments import Zero, check_parameter_wire
 from fastsync.config.elastic_policy import ElasticPolicy
 from fastsync.config.replica_policy import ReplicaPolicy
+from fastsync.config.sync_modes import SyncMode
 from fastsync.config.topology import Network, Span
 from fastsync.wire.formats import FORMATS, LEAST_PIECE_BYTES, PIECE_BYTES, Wire, make_codec
 
@@ -227,6 +228,7 @@ class SyncPolicy:
         on_skip: what becomes of a step that a rank has no gradients for because it failed, one of
             `ON_SKIP`.
         elastic: how the training goes on when ranks die; None: it ends.
+        sync: when ranks average parameters; None: they average gradients, at every step.
     """
 
     wire: Wire = field(default_factory=Wire)
@@ -243,6 +245,7 @@ class SyncPolicy:
     replicas: ReplicaPolicy | None = None
     on_skip: str = "raise"
     elastic: ElasticPolicy | None = None
+    sync: SyncMode | None = None
 
     @property
     def may_skip(self) -> bool:

@@ -19,6 +19,7 @@ from fastsync._torch import GradBucket
 from fastsync.ddp.logging_data import LoggingData, StepLogger, WrapFacts, construction_data
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.monitor import awaited
+from fastsync.sync.rounds import Rounds
 from fastsync.timeline.recorder import Recorder
 from fastsync.zero.gradient_norms import Holders
 from fastsync.zero.optimizer_checkpoint import OptimizerCheckpoint
@@ -34,6 +35,7 @@ class DDPReducer:
         in_lockstep: whether all ranks have their forwards in common, as under join(). Then each of
             them synchronises.
         sharded: optimizers whose state the ranks share; None where each has all of it.
+        rounds: when parameters are averaged; None: gradients are.
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class DDPReducer:
         recorder: Recorder | None,
         in_lockstep: Callable[[], bool],
         sharded: ShardedOptimizers | None = None,
+        rounds: Rounds | None = None,
     ) -> None:
         self.engine = engine
         self.sharded = sharded
+        self.rounds = rounds
         self.recorder = recorder
         self._logger = logger
         self._initial_world = engine.group.size()
@@ -67,9 +71,16 @@ class DDPReducer:
         """Let this rank wait for others by `exchange`."""
         self.engine.core.await_buffers(exchange)
 
+    @property
+    def local(self) -> bool:
+        """Return whether gradients stay on this rank, as under no_sync()."""
+        return self.rounds is not None and self.rounds.local
+
     def prepare_for_forward(self) -> None:
         """Let the forward that `_rebuild_buckets` comes with synchronise."""
-        self._syncs = True
+        if self.rounds is not None:
+            self.rounds.note_forward()
+        self._syncs = not self.local
 
     def _rebuild_buckets(self) -> bool:
         """Prepare a step. torch calls it before every forward, and under join() without inputs."""
@@ -135,6 +146,11 @@ class DDPReducer:
         """Do nothing: switching the group resets the reducer."""
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
+        if self.rounds is not None:
+            raise ValueError(
+                "sync= averages parameters over the ranks of the old process group: wrap the model "
+                "again"
+            )
         if self.sharded is not None:
             raise ValueError(
                 "the state of optimizers is spread over the ranks of the old process group: wrap "

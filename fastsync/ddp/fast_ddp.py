@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from fastsync.config.elastic_policy import ElasticPolicy
 from fastsync.config.policy import BucketPolicy, MixedPolicy, SyncPolicy
 from fastsync.config.preemption_policy import PreemptionPolicy
 from fastsync.config.replica_policy import ReplicaPolicy
+from fastsync.config.sync_modes import SyncMode, sync_mode
 from fastsync.ddp.buffers import BufferWatch, broadcast, buffer_arguments, can_broadcast
 from fastsync.ddp.ddp_objects import DDPLogger, DDPReducer, in_lockstep
 from fastsync.ddp.elastic_training import Elastic, Membership, make_elastic
@@ -46,6 +47,7 @@ from fastsync.ddp.skipping import Attempt, Skips
 from fastsync.reducer import sync_checkpoint
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.monitor import come_together, explained
+from fastsync.sync.rounds import Rounds, make_rounds, rounds_of
 from fastsync.timeline.recorder import Recorder, record_steps
 from fastsync.timeline.stats import SyncStats, make_stats
 from fastsync.timeline.timeline_policy import TimelinePolicy
@@ -92,6 +94,9 @@ class FastDDP(Front):
             docs/zero.md. 3 shards parameters, too; see docs/zero3.md.
         faults: what happens when gradients are not finite, replicas differ, a step fails, a rank
             dies or a machine is taken away: a `fastsync.Faults`.
+        sync: when ranks average: None, at every step; or a `fastsync.LocalSGD`, `DiLoCo` or
+            `Delayed`, with which gradients stay local; see docs/sync.md. "diloco:64" means
+            `DiLoCo(64)`, and "local:" and "delayed:" likewise.
 
     Raises:
         RuntimeError: there is no parameter to train.
@@ -160,6 +165,7 @@ class FastDDP(Front):
         timeline: str | os.PathLike[str] | bool | TimelinePolicy = False,
         zero: int | Zero = 0,
         faults: Faults | None = None,
+        sync: SyncMode | str | None = None,
         **unknown: object,
     ) -> None:
         if unknown:
@@ -181,6 +187,7 @@ class FastDDP(Front):
                 replicas=ReplicaPolicy.of(faults.replicas),
                 on_skip=faults.on_skip,
                 elastic=ElasticPolicy.of(faults.elastic),
+                sync=_mode(sync, delay_all_reduce_named_params),
             ),
             lambda: TimelinePolicy.of(timeline),
             lambda: PreemptionPolicy.of(faults.on_preemption),
@@ -217,6 +224,8 @@ class FastDDP(Front):
             announce_mixed_precision(self.module, ignored, self._policy.mixed.param)
             cast_buffers(self.module, ignored, self._policy.mixed.buffer)
         self._make_elastic()
+        if self._policy.sync is not None and self._rounds is not None:
+            self.require_forward_param_sync = not self._rounds.local
         if self._saves is not None:
             self._save_points = SavePoints(self._saves, self.process_group, self.parameters())
 
@@ -274,7 +283,11 @@ class FastDDP(Front):
         self._skips = Skips(engine) if self._policy.may_skip else None
         sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
         recorder = record_steps(self._timeline, type(self.module).__name__, engine)
-        self.reducer = DDPReducer(engine, logger, recorder, lockstep, sharded)
+        rounds = None
+        if self._policy.sync is not None:
+            on_round = partial(_end_of_round, weakref.ref(self))
+            rounds = make_rounds(self._policy.sync, named, self.process_group, on_round)
+        self.reducer = DDPReducer(engine, logger, recorder, lockstep, sharded, rounds)
         self.logger = logger
         self._passing_sync_batchnorm_handle(self.module)
         split_graphs_at_buckets()
@@ -286,6 +299,23 @@ class FastDDP(Front):
     @property
     def _recorder(self) -> Recorder | None:
         return cast(DDPReducer, self.reducer).recorder
+
+    @property
+    def _rounds(self) -> Rounds | None:
+        return cast(DDPReducer, self.reducer).rounds
+
+    def end_round(self) -> None:
+        """Average now, so that all ranks have the same parameters: to evaluate them, or save them.
+
+        Collective, between steps. What is on its way is merged, and a round begins. Without `sync`
+        this does nothing.
+
+        Raises:
+            RankMismatchError: the ranks have not made the same steps.
+            SyncFault: a rank has ended.
+        """
+        if self._rounds is not None:
+            self._rounds.end_round()
 
     def _graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Asked while torch.compile splits a graph of the module."""
@@ -324,7 +354,8 @@ class FastDDP(Front):
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         if torch.is_grad_enabled():
-            sync = self.require_forward_param_sync = self.require_backward_grad_sync
+            local = cast(DDPReducer, self.reducer).local
+            sync = self.require_forward_param_sync = self.require_backward_grad_sync and not local
             always = self._engine.policy.reduces_always
             self._engine.after_forward(find_tensors(output), sync or always)
         else:
@@ -502,11 +533,13 @@ class FastDDP(Front):
         Returns:
             Plain values and tensors, for torch.save and torch.load(weights_only=True): by parameter
             name, `residuals` (what error feedback keeps back: fp32, of the parameter's shape);
+            `rounds` (with `sync`: outer parameters and momentum, averages on their way, steps);
             `steps`, `order` (parameters, as buckets hold them), `rate` (bytes of gradients per
             second) and `latency` (seconds of a collective of nothing), `rank`, `world_size`,
             `wire`, `version`.
         """
-        return sync_checkpoint.capture(self._engine)
+        state = sync_checkpoint.capture(self._engine)
+        return state if self._rounds is None else {**state, "rounds": self._rounds.state()}
 
     def load_sync_state_dict(
         self, state: sync_checkpoint.State | Sequence[sync_checkpoint.State]
@@ -522,7 +555,16 @@ class FastDDP(Front):
             ValueError, TypeError: the state does not fit the model, its wire or the ranks.
             RankMismatchError: another rank raised, or the states are of different steps.
         """
-        sync_checkpoint.restore(self._engine, state)
+        group = self._engine.group
+        found: dict[str, Any] = {}
+
+        def check() -> None:
+            given = [state] if isinstance(state, Mapping) else state
+            found.update(rounds_of(self._rounds, given, group.rank(), group.size()))
+
+        sync_checkpoint.restore(self._engine, state, check)
+        if self._rounds is not None:
+            self._rounds.load(found)
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return this rank's share of the optimizer's state, for torch.distributed.checkpoint.
@@ -560,7 +602,8 @@ class FastDDP(Front):
         engine, recorder = self._engine, self._recorder
         sizes = [bucket.nbytes for bucket in engine.plan.buckets]
         steps, pace = recorder.steps() if recorder is not None else [], engine.pace.measured()
-        return make_stats(engine.routes.counters(), sizes, steps, one_rank_step, pace)
+        stats = make_stats(engine.routes.counters(), sizes, steps, one_rank_step, pace)
+        return stats if self._rounds is None else replace(stats, **self._rounds.counters())
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:
         """Write what has been recorded so far; every rank calls it.
@@ -581,3 +624,20 @@ class FastDDP(Front):
 
 def _stage_of(zero: int | Zero) -> int:
     return zero.stage if isinstance(zero, Zero) else zero
+
+
+def _mode(wanted: SyncMode | str | None, delayed: object) -> SyncMode | None:
+    mode = sync_mode(wanted)
+    if mode is not None and delayed:
+        raise ValueError(
+            "delay_all_reduce_named_params averages gradients at every step, which sync= leaves on "
+            "their ranks; leave one of them out"
+        )
+    return mode
+
+
+def _end_of_round(model: weakref.ref[FastDDP]) -> None:
+    """Broadcast rank 0's buffers at the end of a round, if forwards would without `sync`."""
+    alive = model()
+    if alive is not None and alive.broadcast_buffers and alive.modules_buffers:
+        alive._sync_buffers()

@@ -96,6 +96,7 @@ class Request:
                 "replicas": str(settled.replicas),
                 "on_skip": settled.on_skip,
                 "elastic": str(settled.elastic),
+                "sync": settled.sync.describe() if settled.sync else "every step",
                 "shared_memory": str(settled.wire.shared_memory),
                 "on_preemption": str(saves and saves.signals),
             }

@@ -7,7 +7,7 @@ ranks has a meaning, and it is what survives a change of world size (see `deal`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -67,8 +67,16 @@ def capture(engine: Engine) -> dict[str, Any]:
     }
 
 
-def restore(engine: Engine, states: State | Sequence[State]) -> None:
-    """Load a state; see `FastDDP.load_sync_state_dict`. Collective."""
+def restore(
+    engine: Engine,
+    states: State | Sequence[State],
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Load a state; see `FastDDP.load_sync_state_dict`. Collective.
+
+    Args:
+        check: raises a `ValueError` where the rest of the state does not fit.
+    """
     group = engine.group
     rank, world = group.rank(), dist.get_world_size(group)
     device = engine.params[0].tensor.device
@@ -77,6 +85,7 @@ def restore(engine: Engine, states: State | Sequence[State]) -> None:
     with consensus.together(group, device, task, run) as settings:
         share = deal(states, rank, world)
         check_fit(share, engine)
+        check()
         settings["the number of steps in the state"] = str(share.progress.steps)
     engine.resume(share.progress, share.residuals)
 

@@ -74,6 +74,9 @@ class SyncStats(Mapping[str, Any]):
         straggler: whom the others wait for, over 50 steps; the same on every rank. Known without
             `timeline=`, on CPUs; None if no rank keeps the others waiting, and with units.
         network_time: of a step that even the rank that waits least waits, so for the network.
+        rounds: averages of parameters, or of fragments of them, with `sync`.
+        round_bytes: that left this rank for them.
+        round_seconds: host time spent waiting for them.
     """
 
     steps: int
@@ -101,6 +104,9 @@ class SyncStats(Mapping[str, Any]):
     scaling_efficiency: float | None = None
     straggler: SlowRanks | None = None
     network_time: float | None = None
+    rounds: int = 0
+    round_bytes: int = 0
+    round_seconds: float = 0.0
 
     def __getitem__(self, name: str) -> Any:
         if name not in _NAMES:

@@ -9,7 +9,7 @@ PACKAGE_LAYERS = [
     ["faults"],
     ["reducer"],
     ["timeline"],
-    ["fsdp", "zero"],
+    ["fsdp", "sync", "zero"],
     ["ddp"],
     ["replacing"],
     ["integrations", "mpi", "planner"],
@@ -23,12 +23,12 @@ PACKAGE_LAYERS = [
 MODULE_LAYERS = {
     "_build": [["env", "recipe"], ["extension"]],
     "_torch": [
-        ["callers", "composable", "dtensors", "graphs"],
+        ["callers", "composable", "dtensors", "grad_scaler", "graphs"],
         ["groups", "optimizers", "parallel", "tensors"],
         ["__init__"],
     ],
     "config": [
-        ["switch", "topology"],
+        ["switch", "sync_modes", "topology"],
         ["elastic_policy", "preemption_policy", "replica_policy"],
         ["arguments"],
         ["policy"],
@@ -106,6 +106,7 @@ MODULE_LAYERS = {
         ["engine"],
         ["sync_checkpoint"],
     ],
+    "sync": [["exchange", "schedule"], ["fragments"], ["rounds"], ["__init__"]],
     "testing": [["_forkserver", "ranks"], ["__init__"]],
     "timeline": [
         ["moves", "timeline_policy"],

@@ -31,6 +31,8 @@ ASKED = {
     "shard_by": {"zero": 1, "shard_by": "element"},
     "skip_all_reduce_unused_params": {"skip_all_reduce_unused_params": True},
     "static_graph": {"static_graph": True},
+    "sync": {"sync": "local:4"},
+    "sync without warmup": {"sync": "diloco:4"},
     "timeline": {"timeline": True},
     "wire": {"wire": "int8"},
     "wire with a memory": {"wire": Wire("int8", "hierarchical")},

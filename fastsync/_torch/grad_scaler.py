@@ -1,0 +1,50 @@
+"""Steps that a GradScaler leaves out, which no hook of the optimizer sees."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+__all__ = ["on_scaled_skips"]
+
+_watchers: list[weakref.WeakMethod[Callable[[Optimizer], None]]] = []
+
+
+def on_scaled_skips(watcher: Callable[[Optimizer], None]) -> None:
+    """Call a bound method whenever `GradScaler.step(optimizer)` makes no step, as long as its
+    object lives.
+    """
+    if not _watchers:
+        _watch_scalers()
+    _watchers[:] = [known for known in _watchers if known() is not None]
+    _watchers.append(weakref.WeakMethod(watcher))
+
+
+def _watch_scalers() -> None:
+    if hasattr(GradScaler.step, "__wrapped__"):
+        return
+    plain: Any = GradScaler.step
+
+    @functools.wraps(plain)
+    def step(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(optimizer, Optimizer):  # a wrapper of a library
+            return plain(self, optimizer, *args, **kwargs)
+        steps: list[bool] = []
+        hook = optimizer.register_step_post_hook(lambda *_: steps.append(True))
+        try:
+            result = plain(self, optimizer, *args, **kwargs)
+        finally:
+            hook.remove()
+        if not steps:
+            for watcher in _watchers:
+                alive = watcher()
+                if alive is not None:
+                    alive(optimizer)
+        return result
+
+    GradScaler.step = step  # type: ignore[method-assign]

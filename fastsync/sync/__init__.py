@@ -1,0 +1,1 @@
+"""How often ranks average: local SGD, DiLoCo and delayed averages."""

@@ -1,0 +1,203 @@
+"""Fragments of the parameters: what is sent of them, and what becomes of its average.
+
+A fragment that is sent is merged once, as a whole, when its average is there. Until then none of
+its tensors changes because of it: where a rank has died, all fragments are as before or as after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from fastsync.config.sync_modes import Delayed, DiLoCo, LocalSGD, SyncMode
+from fastsync.sync.exchange import Codes, Exchange, FlatTensors, Pending
+
+__all__ = ["Fragment", "FragmentState", "make_fragment"]
+
+# Tensors by parameter name, by what they are.
+FragmentState = dict[str, dict[str, torch.Tensor]]
+
+
+class Fragment:
+    """Some parameters that travel together.
+
+    Args:
+        names: of the parameters, for checkpoints.
+        params: the parameters.
+
+    Attributes:
+        due: step after which it is merged, while it is on its way.
+    """
+
+    def __init__(self, names: Sequence[str], params: FlatTensors) -> None:
+        self.names, self.params, self.due = list(names), params, 0
+        self._pending: Pending | None = None
+        self._check: Callable[[], None] = lambda: None
+
+    @property
+    def on_its_way(self) -> bool:
+        """Return whether it has been sent and not merged."""
+        return self._pending is not None
+
+    def send(self, exchange: Exchange, check: Callable[[], None], due: int) -> None:
+        """Start the average.
+
+        Args:
+            check: raises where the ranks do not send the same; called before the merge.
+            due: step after which it is merged.
+        """
+        self._pending, self._check, self.due = self._start(exchange), check, due
+
+    def merge(self, last: bool = False) -> None:
+        """Wait for the average, and update the parameters.
+
+        Args:
+            last: all ranks are to have the same afterwards.
+
+        Raises:
+            RankMismatchError: the ranks have not sent the same; nothing has changed.
+            SyncFault: a rank has ended; nothing has changed.
+        """
+        average = self._arrived()
+        self._pending = None
+        with torch.no_grad():
+            self._update(average, last)
+
+    def _arrived(self) -> torch.Tensor:
+        assert self._pending is not None
+        self._check()
+        self._check = lambda: None
+        return self._pending.wait()
+
+    def _start(self, exchange: Exchange) -> Pending:
+        raise NotImplementedError
+
+    def _update(self, average: torch.Tensor, last: bool) -> None:
+        raise NotImplementedError
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Return what the fragment keeps from step to step, by name."""
+        return {}
+
+    def state(self) -> FragmentState:
+        """Return copies of what it keeps. An average on its way is waited for."""
+        flats = self._buffers()
+        if self.on_its_way:
+            flats["average"] = self._arrived()
+        views = {kind: self.params.views(flat.clone()) for kind, flat in flats.items()}
+        return {kind: dict(zip(self.names, held, strict=True)) for kind, held in views.items()}
+
+    def load(self, state: Mapping[str, Mapping[str, torch.Tensor]], due: int) -> None:
+        """Go on from what `state()` has returned, for these parameters or others.
+
+        Args:
+            due: step after which the average that it holds is merged; 0: it holds none.
+        """
+        flats = self._buffers()
+        if due:
+            flats["average"] = self.params.zeros()
+            self._pending, self.due = Pending.known(flats["average"]), due
+        for kind, flat in flats.items():
+            held = state.get(kind, {})
+            for name, view in zip(self.names, self.params.views(flat), strict=True):
+                if name in held:
+                    view.copy_(held[name])
+
+
+class AveragedFragment(Fragment):
+    """Parameters that become their averages (`LocalSGD`).
+
+    Args:
+        state_of: tensors that are averaged with them, at this step.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: FlatTensors,
+        state_of: Callable[[], list[torch.Tensor]],
+    ) -> None:
+        super().__init__(names, params)
+        self._state_of, self._sent = state_of, params
+
+    def _start(self, exchange: Exchange) -> Pending:
+        self._sent = FlatTensors([*self.params.tensors, *self._state_of()])
+        return exchange.sum_flat(self._sent.pack())
+
+    def _update(self, average: torch.Tensor, last: bool) -> None:
+        self._sent.unpack(average)
+
+
+class DelayedFragment(Fragment):
+    """Parameters that become their averages plus what this rank has changed since (`Delayed`)."""
+
+    def __init__(self, names: Sequence[str], params: FlatTensors) -> None:
+        super().__init__(names, params)
+        self._sent = params.zeros()
+
+    def _start(self, exchange: Exchange) -> Pending:
+        self._sent.copy_(self.params.pack())
+        return exchange.sum_flat(self._sent.clone())
+
+    def _update(self, average: torch.Tensor, last: bool) -> None:
+        self.params.unpack(self.params.pack().sub_(self._sent).add_(average))
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {"sent": self._sent}
+
+
+class OuterFragment(Fragment):
+    """Parameters that follow outer ones, on which an outer optimizer steps (`DiLoCo`).
+
+    A difference is that to what the parameters became at the last merge, so that rounding outer
+    parameters to bf16 changes none of them.
+    """
+
+    def __init__(self, names: Sequence[str], params: FlatTensors, mode: DiLoCo) -> None:
+        super().__init__(names, params)
+        self._mode = mode
+        self._outer, self._momentum = params.pack(), params.zeros()
+        self._codes: Codes | None = None
+        self._residual = params.zeros() if mode.codec is not None else None
+        if mode.codec is not None:
+            self._codes = Codes(mode.codec, params.numel, params.kept)
+
+    def _start(self, exchange: Exchange) -> Pending:
+        with torch.no_grad():
+            difference = self.params.rounded(self._outer) - self.params.pack()
+            if self._codes is None or self._residual is None:
+                return exchange.sum_flat(difference)
+            return exchange.gather_codes(difference, self._codes, self._residual)
+
+    def _update(self, average: torch.Tensor, last: bool) -> None:
+        lr, momentum = self._mode.outer_lr, self._mode.outer_momentum
+        self._momentum.mul_(momentum).add_(average)
+        self._outer.add_(average.add(self._momentum, alpha=momentum), alpha=-lr)
+        kept = 0.0 if last else self._mode.kept
+        if kept == 0:
+            self.params.unpack(self._outer)
+        else:
+            self.params.unpack(self.params.pack().mul_(kept).add_(self._outer, alpha=1 - kept))
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        flats = {"outer": self._outer, "momentum": self._momentum}
+        return flats if self._residual is None else {**flats, "residual": self._residual}
+
+
+def make_fragment(
+    mode: SyncMode,
+    names: Sequence[str],
+    params: Sequence[torch.Tensor],
+    state_of: Callable[[], list[torch.Tensor]],
+) -> Fragment:
+    """Return the fragment of some parameters in a mode.
+
+    Args:
+        state_of: tensors of the optimizer's state that are averaged with them.
+    """
+    if isinstance(mode, LocalSGD):
+        return AveragedFragment(names, FlatTensors(params), state_of)
+    if isinstance(mode, Delayed):
+        return DelayedFragment(names, FlatTensors(params))
+    return OuterFragment(names, FlatTensors(params, mode.codec), mode)
