@@ -21,7 +21,7 @@ from fastsync.faults import consensus
 from fastsync.faults.consensus import Statement
 from fastsync.reducer import core
 from fastsync.reducer.bucket_layout import align_up, dense_layout, slot_layout
-from fastsync.reducer.monitor import awaited, watched
+from fastsync.reducer.monitor import watched
 from fastsync.wire.formats import AnyCodec, Format
 
 __all__ = ["Codes", "Counters", "Exchange", "FlatTensors", "Pending"]
@@ -181,7 +181,7 @@ class Exchange:
         self, statement: Statement, mine: torch.Tensor, digests: torch.Tensor, work: dist.Work
     ) -> None:
         with self.counters.waiting():
-            awaited(self.group, _AGREE, work)
+            watched(self.group, _AGREE, lambda: work)
         if not statement.error and bool((digests.view(self.world, -1) == mine).all()):
             return
         run = partial(watched, self._model_group, _AGREE)
@@ -194,7 +194,7 @@ class Exchange:
             return Pending.known(flat)
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         self._count(2 * flat.nbytes * (self.world - 1) // self.world)
-        wait, divide = partial(awaited, self.group, _PLACE, work), partial(_divide, self.world)
+        wait, divide = self._waiter(work), partial(_divide, self.world)
         return Pending(wait, flat, divide, self.counters)
 
     def gather_codes(self, flat: torch.Tensor, codes: Codes, residual: torch.Tensor) -> Pending:
@@ -213,10 +213,13 @@ class Exchange:
         work = all_gather_flat(received, mine, self.group)
         self._count(mine.nbytes * (self.world - 1))
         wait, average = (
-            partial(awaited, self.group, _PLACE, work),
+            self._waiter(work),
             partial(codes.average, self.world),
         )
         return Pending(wait, received, average, self.counters)
+
+    def _waiter(self, work: dist.Work) -> Callable[[], None]:
+        return partial(watched, self.group, _PLACE, lambda: work)
 
     def _count(self, sent: int) -> None:
         self.counters.averages += 1

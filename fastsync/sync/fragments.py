@@ -65,10 +65,12 @@ class Fragment:
             self._update(average, last)
 
     def _arrived(self) -> torch.Tensor:
-        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        assert pending is not None
         self._check()
-        self._check = lambda: None
-        return self._pending.wait()
+        average = pending.wait()
+        self._check, self._pending = lambda: None, pending
+        return average
 
     def _start(self, exchange: Exchange) -> Pending:
         raise NotImplementedError

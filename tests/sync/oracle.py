@@ -38,7 +38,8 @@ def largest(codec, tensors):
     flat = torch.cat([t.flatten() for t in tensors])
     order = flat.abs().argsort(descending=True, stable=True)[: codec.kept(flat.numel())]
     kept = torch.zeros_like(flat).index_copy(0, order, flat[order])
-    return [p.view(t.shape) for p, t in zip(kept.split([t.numel() for t in tensors]), tensors)]
+    parts = kept.split([t.numel() for t in tensors])
+    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
 def train(mode, params, cuts, local_step, steps):
