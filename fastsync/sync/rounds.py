@@ -227,14 +227,19 @@ class _OptimizerRounds:
         self._schedule = Schedule.of(self._mode)
         self._error = _unsafe(self._mode, optimizer, self._named)
         trained = [(name, param) for name, param in named if param.requires_grad]
-        self._fragments = [] if self._error else list(self._make_fragments(trained))
+        self._fragments = {} if self._error else dict(self._make_fragments(trained))
 
-    def _make_fragments(self, trained: Sequence[tuple[str, torch.Tensor]]) -> Iterator[Fragment]:
+    def _make_fragments(
+        self, trained: Sequence[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[int, Fragment]]:
+        """Yield each fragment with its number in the schedule."""
         sizes = [param.numel() for _, param in trained]
-        for positions in cut(sizes, self._schedule.fragments):
-            names = [trained[i][0] for i in positions]
-            params = [trained[i][1] for i in positions]
-            yield make_fragment(self._mode, names, params, partial(self._state_of, params))
+        for number, positions in enumerate(cut(sizes, self._schedule.fragments)):
+            if positions:
+                names = [trained[i][0] for i in positions]
+                params = [trained[i][1] for i in positions]
+                state_of = partial(self._state_of, params)
+                yield number, make_fragment(self._mode, names, params, state_of)
 
     def _state_of(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the optimizer's state that is averaged with parameters."""
@@ -293,27 +298,26 @@ class _OptimizerRounds:
         """Count a step. Return whether it ends a round."""
         self.steps += 1
         step = self.steps - self._origin
-        for fragment in self._fragments:
+        for fragment in self._fragments.values():
             if fragment.on_its_way and fragment.due == self.steps:
                 fragment.merge()
-        self._send([f for i, f in enumerate(self._fragments) if self._schedule.sends(step, i)])
+        self._send([f for i, f in self._fragments.items() if self._schedule.sends(step, i)])
         return self._schedule.ends_round(step)
 
     def end_round(self) -> None:
         """Make all fragments the same on all ranks, and begin a round. Collective."""
         self.drain()
         if self.steps > self._origin:
-            self._send(self._fragments, last=True)
+            self._send(list(self._fragments.values()), last=True)
             self._origin = self.steps
 
     def drain(self) -> None:
         """Merge what is on its way."""
-        for fragment in self._fragments:
+        for fragment in self._fragments.values():
             if fragment.on_its_way:
                 fragment.merge()
 
     def _send(self, fragments: Sequence[Fragment], last: bool = False) -> None:
-        fragments = [fragment for fragment in fragments if fragment.names]
         if not fragments:
             return
         at_once = last or self._schedule.overlap == 0
@@ -334,7 +338,7 @@ class _OptimizerRounds:
         """Return what a checkpoint needs."""
         kept: FragmentState = {}
         due: dict[str, int] = {}
-        for fragment in self._fragments:
+        for fragment in self._fragments.values():
             for kind, held in fragment.state().items():
                 kept.setdefault(kind, {}).update(held)
             if fragment.on_its_way:
@@ -346,9 +350,8 @@ class _OptimizerRounds:
     def load(self, state: State) -> None:
         """Go on from what `state()` has returned."""
         self.steps, self._origin = int(state["steps"]), int(state["origin"])
-        for fragment in self._fragments:
-            due = [state["due"].get(name, 0) for name in fragment.names[:1]]
-            fragment.load(state["kept"], *(due or [0]))
+        for fragment in self._fragments.values():
+            fragment.load(state["kept"], state["due"].get(fragment.names[0], 0))
 
 
 def make_rounds(

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from fastsync import Delayed, DiLoCo, LocalSGD
+from fastsync import Delayed, DiLoCo
 from fastsync.reducer import core
 from fastsync.wire.formats import Format
 
@@ -26,7 +26,7 @@ def coded(codec, tensors):
     """What tensors become in a format of blocks, each by itself."""
     results = [torch.zeros_like(t) for t in tensors]
     for tensor, result in zip(tensors, results, strict=True):
-        numel = -(-tensor.numel() // codec.block) * codec.block
+        numel = -(-max(1, tensor.numel()) // codec.block) * codec.block
         payload = torch.zeros(-(-codec.coded_bytes(numel) // 16) * 16, dtype=torch.uint8)
         core.encode([tensor], [0], payload, (codec.name, numel))
         core.decode([result], [0], payload, (codec.name, numel))
@@ -42,63 +42,65 @@ def largest(codec, tensors):
     return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
-def train(mode, params, cuts, local_step, steps):
+def train(mode, params, cuts, local_step, steps, ends=()):
     """Return the parameters after each step.
 
     Args:
         cuts: positions of the parameters of each fragment.
         local_step: makes a step of the inner optimizer; given whether gradients are averaged first.
+        ends: steps after which all ranks end the round.
     """
-    lossy = isinstance(mode, DiLoCo) and mode.codec is not None
     outer = [torch.nn.Parameter(p.detach().clone()) for p in params]
     residual = [torch.zeros_like(p) for p in params]
-    outer_optimizer = None
-    if isinstance(mode, DiLoCo):
-        settings = {"lr": mode.outer_lr, "momentum": mode.outer_momentum}
-        outer_optimizer = torch.optim.SGD(outer, nesterov=mode.outer_momentum > 0, **settings)
-    waiting, history = {}, []  # fragment -> (step of its merge, average, what was sent)
+    settings = {"lr": getattr(mode, "outer_lr", 1), "momentum": getattr(mode, "outer_momentum", 0)}
+    optimizer = torch.optim.SGD(outer, nesterov=settings["momentum"] > 0, **settings)
     overlap = getattr(mode, "overlap", mode.every if isinstance(mode, Delayed) else 0)
+    waiting, history, origin = {}, [], mode.warmup
+    kept = getattr(mode, "kept", 0)
+
+    def send(cut):
+        mine = [params[i].clone() for i in cut]
+        if not isinstance(mode, DiLoCo):
+            return mean(mine), mine
+        differences = [outer[i] - m for i, m in zip(cut, mine, strict=True)]
+        if mode.codec is None:
+            return mean(differences), mine
+        owed = [residual[i] + d for i, d in zip(cut, differences, strict=True)]
+        codes = (coded if isinstance(mode.codec, Format) else largest)(mode.codec, owed)
+        for i, o, c in zip(cut, owed, codes, strict=True):
+            residual[i] = o - c
+        return [sum(rows[1:], rows[0]) / len(rows) for rows in map(everyones, codes)], mine
+
+    def merge(cut, average, sent, alpha):
+        optimizer.zero_grad()
+        for i, a in zip(cut, average, strict=True):
+            outer[i].grad = a
+        if isinstance(mode, DiLoCo):
+            optimizer.step()
+        for i, a, s in zip(cut, average, sent, strict=True):
+            if isinstance(mode, DiLoCo):
+                params[i].copy_((alpha * params[i]).add(outer[i], alpha=1 - alpha))
+            else:
+                params[i].copy_(params[i] - s + a if isinstance(mode, Delayed) else a)
+
+    def settle(numbers, alpha):
+        for number in numbers:
+            merge(cuts[number], *waiting.pop(number)[1:], alpha)
+
     for step in range(1, steps + 1):
         local_step(step <= mode.warmup)
         with torch.no_grad():
+            settle([n for n in range(len(cuts)) if n in waiting and waiting[n][0] == step], kept)
             for number, cut in enumerate(cuts):
                 place = (number + 1) * mode.every // len(cuts)
-                due = number in waiting and waiting[number][0] == step
-                if due:
-                    merge(mode, params, cut, waiting.pop(number), outer, outer_optimizer)
-                if step > mode.warmup and (step - mode.warmup - place) % mode.every == 0:
-                    mine = [params[i].clone() for i in cut]
-                    sent = mine
-                    if isinstance(mode, DiLoCo):
-                        sent = [outer[i] - m for i, m in zip(cut, mine, strict=True)]
-                    if lossy:
-                        owed = [residual[i] + s for i, s in zip(cut, sent, strict=True)]
-                        code = coded if isinstance(mode.codec, Format) else largest
-                        kept = code(mode.codec, owed)
-                        for i, o, k in zip(cut, owed, kept, strict=True):
-                            residual[i] = o - k
-                        rows = [everyones(k) for k in kept]
-                        average = [sum(r[1:], r[0]) / len(r) for r in rows]
-                    else:
-                        average = mean(sent)
-                    waiting[number] = (step + overlap, average, mine)
-                    if overlap == 0:
-                        merge(mode, params, cut, waiting.pop(number), outer, outer_optimizer)
+                if cut and step > origin and (step - origin - place) % mode.every == 0:
+                    waiting[number] = (step + overlap, *send(cut))
+                    settle([number] if overlap == 0 else [], kept)
+            if step in ends and step > origin:
+                settle([n for n in range(len(cuts)) if n in waiting], kept)
+                for number, cut in enumerate(cuts):
+                    waiting.update({number: (step, *send(cut))} if cut else {})
+                settle(sorted(waiting), 0)
+                origin = step
         history.append([p.detach().clone() for p in params])
     return history
-
-
-def merge(mode, params, cut, arrived, outer, outer_optimizer):
-    _, average, sent = arrived
-    if isinstance(mode, DiLoCo):
-        outer_optimizer.zero_grad()
-        for i, a in zip(cut, average, strict=True):
-            outer[i].grad = a
-        outer_optimizer.step()
-    for i, a, s in zip(cut, average, sent, strict=True):
-        if isinstance(mode, LocalSGD):
-            params[i].copy_(a)
-        elif isinstance(mode, Delayed):
-            params[i].copy_((params[i] - s) + a)
-        else:
-            params[i].copy_((mode.kept * params[i]).add(outer[i], alpha=1 - mode.kept))
