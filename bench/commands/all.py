@@ -55,6 +55,7 @@ _EVERY = (
     Part("parity", 150, f"parity --steps 50 {MODELS}"),
     Part("accuracy", 20, "accuracy"),
     Part("curves", 260, "curves"),
+    Part("modes", 300, "modes"),
     Part("unused", 75, "unused --rounds 60"),
     Part("kernels", 170, "kernels --rounds 7"),
     Part("scale", 50, "scale"),

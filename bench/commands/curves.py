@@ -124,20 +124,29 @@ def nudged(task: Task) -> Task:
 
 @dataclass(frozen=True)
 class Curve:
-    """A training: (step, mean training loss since the last point), and the loss in the end."""
+    """A training: (step, mean training loss since the last point), and the loss in the end.
+
+    Attributes:
+        sent: bytes that rank 0 has sent.
+    """
 
     points: Sequence[tuple[int, float]]
     final: float
+    sent: int = 0
 
     def excess(self, reference: Curve) -> float:
         """Return how far the loss is above that of the reference, relative to it."""
         return self.final / reference.final - 1
 
 
-def train(task: Task, wire: Any, steps: int, group: Group) -> Curve:
-    """Train a model on this rank, together with the others."""
+def train(task: Task, options: Mapping[str, Any], steps: int, group: Group) -> Curve:
+    """Train a model on this rank, together with the others.
+
+    Args:
+        options: arguments of FastDDP.
+    """
     module = task.build().to(group.device)
-    model = FastDDP(module, wire=wire, bucket_cap_mb=BUCKET_MIB)
+    model = FastDDP(module, bucket_cap_mb=BUCKET_MIB, **options)
     optimizer = task.optimizer(module)
     rate = partial(rate_share, steps=steps, warmup=min(WARMUP_STEPS, steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
@@ -153,10 +162,12 @@ def train(task: Task, wire: Any, steps: int, group: Group) -> Curve:
         if (step + 1) % every == 0:
             points.append((step + 1, group.mean(since) / every))
             since = torch.zeros(())
+    model.end_round()
+    stats = model.sync_stats()
     module.eval()
     with torch.no_grad():
         held_out = torch.stack([task.loss(module, batch) for batch in task.held_out()]).mean()
-    return Curve(points, group.mean(held_out))
+    return Curve(points, group.mean(held_out), stats.sent_bytes + stats.round_bytes)
 
 
 def recommended(name: str, steps: int) -> Wire | None:
@@ -190,7 +201,8 @@ def trainings(
     found: dict[str, dict[str, Curve]] = {}
     for label, task in tasks.items():
         for name, wire in wires.items():
-            curve = train(nudged(task) if name == NUDGED else task, wire, steps, group)
+            chosen = nudged(task) if name == NUDGED else task
+            curve = train(chosen, {"wire": wire}, steps, group)
             found.setdefault(label, {})[name] = curve
             if group.is_main:
                 print(f"{label} in {name}: loss {curve.final:.4f} after {steps} steps", flush=True)

@@ -39,6 +39,7 @@ ON_RANKS = {
     "buckets": ("--models", "wide", *TINY, "--sizes", "0.1,1", *ROUND),
     "clip": ("--models", "gpt2", "--scale", "0.002", "--rounds", "8"),
     "memory": ("--models", "wide", *TINY, *SOME),
+    "modes": ("--steps", "2", "--seeds", "1"),
     "mpi": ("--models", "small", *TINY, *ROUND),
     "ops": (*TINY, *SOME),
     "overlap": ("--links", "loopback", "--backward", "1,2", *TINY, *ROUND),
