@@ -332,6 +332,77 @@ FAULTS = [
         "tests/zero/test_shard_layout.py"
         "::test_parts_of_a_tensor_make_up_the_whole_in_any_memory_format",
     ),
+    # --- fastsync/sync
+    Fault(
+        "outer-momentum-lost",
+        "fastsync/sync/fragments.py",
+        "self._momentum.mul_(momentum).add_(average)",
+        "self._momentum.copy_(average)",
+        "tests/sync/test_modes.py::test_parameters_are_those_of_the_oracle[2-adamw]",
+    ),
+    Fault(
+        "differences-without-error-feedback",
+        "fastsync/sync/exchange.py",
+        "residual.sub_(codes.decode(mine))",
+        "residual.zero_()",
+        "tests/sync/test_modes.py::test_parameters_are_those_of_the_oracle[2-adamw]",
+    ),
+    Fault(
+        "own-change-lost-in-a-delayed-average",
+        "fastsync/sync/fragments.py",
+        "self.params.pack().sub_(self._sent).add_(average)",
+        "average",
+        "tests/sync/test_modes.py::test_parameters_are_those_of_the_oracle[2-adamw]",
+    ),
+    Fault(
+        "fragments-sent-a-turn-early",
+        "fastsync/sync/schedule.py",
+        "return (fragment + 1) * self.every // self.fragments",
+        "return fragment * self.every // self.fragments",
+        "tests/sync/test_schedule.py::test_each_fragment_is_sent_once_in_a_round[4]",
+    ),
+    Fault(
+        "merged-without-the-comparison",
+        "fastsync/sync/fragments.py",
+        "        assert pending is not None\n        self._check()\n",
+        "        assert pending is not None\n",
+        "tests/sync/test_rounds.py::test_ranks_that_would_silently_differ[left out, overlapped]",
+    ),
+    Fault(
+        "steps-left-out-not-compared",
+        "fastsync/sync/rounds.py",
+        "str(self._owner.forwards),",
+        '"",',
+        "tests/sync/test_rounds.py::test_ranks_that_would_silently_differ[left out]",
+    ),
+    Fault(
+        "gradients-sent-within-a-round",
+        "fastsync/ddp/ddp_objects.py",
+        "        self._syncs = not self.local\n",
+        "        self._syncs = True\n",
+        "tests/sync/test_rounds.py::test_nothing_is_sent_between_rounds",
+    ),
+    Fault(
+        "residual-not-in-the-checkpoint",
+        "fastsync/sync/fragments.py",
+        'return flats if self._residual is None else {**flats, "residual": self._residual}',
+        "return flats",
+        "tests/sync/test_rounds.py::test_a_checkpoint_within_a_round_goes_on_with_the_same_bits[diloco]",
+    ),
+    Fault(
+        "buffers-stay-apart",
+        "fastsync/sync/rounds.py",
+        "if part.step() and part.number == 0:",
+        "if part.step() and part.number < 0:",
+        "tests/sync/test_rounds.py::test_buffers_are_rank_0s_at_the_end_of_a_round",
+    ),
+    Fault(
+        "outer-parameters-rounded",
+        "fastsync/sync/fragments.py",
+        "self.params.rounded(self._outer) - self.params.pack()",
+        "self._outer - self.params.pack()",
+        "tests/sync/test_rounds.py::test_outer_parameters_are_fp32_beside_parameters_of_bf16",
+    ),
     # --- fastsync/fsdp
     Fault(
         "prefetched-unit-not-gathered-after-a-step",
