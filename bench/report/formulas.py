@@ -90,19 +90,17 @@ HELD = {
 }
 
 
-WORLDS, LARGE = (2, 4, 8), 70  # ranks, billion parameters
+WORLD, STAGES = 8, range(4)
 
 
 def held_table() -> str:
-    """Return a table of the bytes on a rank with Adam, by precision, stage and number of ranks."""
-    headers = ("Adam, bytes per parameter", "stage", *(f"{world} ranks" for world in WORLDS))
-    rows = []
-    for name, held in HELD.items():
-        for stage in range(4):
-            cells = (f"{held.per_rank(stage, world):.2f}" for world in WORLDS)
-            large = f"{LARGE * held.per_rank(stage, WORLDS[-1]):g} GB"
-            rows.append((name, str(stage), *cells, large))
-    return render((*headers, f"{LARGE} B parameters, {WORLDS[-1]} ranks"), rows, True)
+    """Return a table of the bytes on a rank with Adam, by precision and stage."""
+    headers = (f"Adam, bytes per parameter on {WORLD} ranks", *(f"stage {s}" for s in STAGES))
+    rows = [
+        (name, *(f"{held.per_rank(stage, WORLD):.2f}" for stage in STAGES))
+        for name, held in HELD.items()
+    ]
+    return render(headers, rows, True)
 
 
 def finish(ready: Sequence[float], durations: Sequence[float]) -> float:

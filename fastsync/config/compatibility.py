@@ -207,14 +207,12 @@ ROWS = (
     Row(
         "sync",
         "zero=1 to 3",
-        "a rank's shard of the optimizer's state belongs to gradients of all ranks, which stay on "
-        "their ranks here",
+        "a shard of the optimizer's state needs the gradients of all ranks",
     ),
     Row(
         "sync",
         "elastic",
-        "a step is committed by a vote in its backward, which sends nothing here; a rank that dies "
-        "within a round ends the training",
+        "steps are committed by a vote in the backward, which sends nothing here",
     ),
     Row("sync", "static_graph", "backwards send nothing, so that no graph is recorded"),
     Row("sync", "communication hook", "there are no buckets of gradients that it could reduce"),
