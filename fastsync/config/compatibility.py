@@ -62,6 +62,11 @@ def _sync(setup: Setup, refused: bool) -> str:
     return f"sync={mode.describe()}" if mode is not None and refused else ""
 
 
+def _sends_no_gradients(setup: Setup) -> bool:
+    mode = setup.policy.sync
+    return mode is not None and mode.warmup == 0 and mode.within == 1
+
+
 def _coded(setup: Setup) -> bool:
     wire = setup.policy.wire
     return not wire.plain and wire.form != "native"
@@ -95,9 +100,7 @@ FEATURES: Mapping[str, Callable[[Setup], str]] = {
     ),
     "static_graph": lambda s: "static_graph" if s.policy.static_graph else "",
     "sync": lambda s: _sync(s, True),
-    "sync without warmup": lambda s: _sync(
-        s, s.policy.sync is not None and not s.policy.sync.warmup
-    ),
+    "sync of local gradients": lambda s: _sync(s, _sends_no_gradients(s)),
     "timeline": lambda s: "timeline" if s.timeline else "",
     "wire": lambda s: _wire(s, not s.policy.wire.plain),
     "wire with a memory": lambda s: _wire(s, not may_lose_ranks(s.policy.wire)),
@@ -228,7 +231,7 @@ ROWS = (
     Row("sync", "on_preemption", "ranks would save in the middle of a round"),
     Row("sync", "timeline", "it records steps that synchronise"),
     Row(
-        "sync without warmup",
+        "sync of local gradients",
         "wire",
         "gradients do not travel",
         "leave wire out; DiLoCo has a wire of its own, for differences",

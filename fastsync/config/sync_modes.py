@@ -24,6 +24,8 @@ class LocalSGD:
         warmup: first optimizer steps, before which gradients are averaged as without `sync`.
         optimizer_state: average the state of optimizers as well, where it is one value for each
             element of a parameter, such as a momentum.
+        within: ranks that follow each other, such as those of a node, and average their gradients
+            at every step. Parameters are averaged between these groups.
 
     Raises:
         TypeError, ValueError: a value makes no sense.
@@ -32,10 +34,16 @@ class LocalSGD:
     every: int
     warmup: int = 0
     optimizer_state: bool = False
+    within: int = 1
 
     def __post_init__(self) -> None:
         _check_number(self, "every", 1)
         _check_number(self, "warmup", 0)
+        _check_number(self, "within", 1)
+        if self.warmup and self.within > 1:
+            raise ValueError(
+                "sync: warmup averages gradients over all ranks, within= over some; leave one out"
+            )
 
     def describe(self) -> str:
         """Return the text that all ranks must agree on."""
@@ -60,6 +68,8 @@ class DiLoCo:
             difference of the same elements, in any format.
         alpha: part of this rank's own parameters that a merge keeps; None: 0.5 with `overlap`, else
             0, after which all ranks have the same.
+        within: ranks that follow each other, such as those of a node, and average their gradients
+            at every step. Differences are averaged between these groups.
 
     Raises:
         TypeError, ValueError: a value makes no sense.
@@ -72,9 +82,11 @@ class DiLoCo:
     overlap: int = 0
     wire: Wire | Choice = "fp32"
     alpha: float | None = None
+    within: int = 1
 
     def __post_init__(self) -> None:
         _check_number(self, "every", 1)
+        _check_number(self, "within", 1)
         _check_number(self, "fragments", 1)
         _check_number(self, "overlap", 0)
         if self.fragments > self.every:
@@ -141,6 +153,11 @@ class Delayed:
     def every(self) -> int:
         """Return the optimizer steps from one average to the next."""
         return self.steps
+
+    @property
+    def within(self) -> int:
+        """Return how many ranks average their gradients."""
+        return 1
 
     @property
     def warmup(self) -> int:
@@ -214,7 +231,8 @@ def _check_wire(wire: Wire) -> None:
 
 
 def _described(mode: SyncMode) -> str:
-    values = {field.name: getattr(mode, field.name) for field in fields(mode)}
-    if isinstance(mode, DiLoCo):
+    chosen = [f.name for f in fields(mode) if getattr(mode, f.name) != f.default]
+    values = {name: getattr(mode, name) for name in chosen}
+    if isinstance(mode, DiLoCo) and "wire" in values:
         values["wire"] = Wire.of(mode.wire).describe()
     return f"{type(mode).__name__}({', '.join(f'{n}={v!r}' for n, v in values.items())})"

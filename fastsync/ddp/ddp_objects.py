@@ -76,6 +76,11 @@ class DDPReducer:
         """Return whether gradients stay on this rank, as under no_sync()."""
         return self.rounds is not None and self.rounds.local
 
+    @property
+    def shares_buffers(self) -> bool:
+        """Return whether forwards take rank 0's buffers, if the script wants that."""
+        return self.rounds is None or not (self.rounds.local or self.rounds.mode.within > 1)
+
     def prepare_for_forward(self) -> None:
         """Let the forward that `_rebuild_buckets` comes with synchronise."""
         if self.rounds is not None:

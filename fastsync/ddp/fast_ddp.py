@@ -47,6 +47,7 @@ from fastsync.ddp.skipping import Attempt, Skips
 from fastsync.reducer import sync_checkpoint
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.monitor import come_together, explained
+from fastsync.reducer.process_groups import OwnGroups, new_part
 from fastsync.sync.rounds import Rounds, make_rounds, rounds_of
 from fastsync.timeline.recorder import Recorder, record_steps
 from fastsync.timeline.stats import SyncStats, make_stats
@@ -224,8 +225,9 @@ class FastDDP(Front):
             announce_mixed_precision(self.module, ignored, self._policy.mixed.param)
             cast_buffers(self.module, ignored, self._policy.mixed.buffer)
         self._make_elastic()
-        if self._policy.sync is not None and self._rounds is not None:
-            self.require_forward_param_sync = not self._rounds.local
+        if self._policy.sync is not None:
+            shares = cast(DDPReducer, self.reducer).shares_buffers
+            self.require_forward_param_sync = shares
         if self._saves is not None:
             self._save_points = SavePoints(self._saves, self.process_group, self.parameters())
 
@@ -271,7 +273,12 @@ class FastDDP(Front):
     ) -> None:
         """Build FastDDP's engine, where DistributedDataParallel builds its own."""
         named = named_params(self.module, self.parameters_to_ignore)
-        engine = Engine(named, self.process_group, self._buckets, self._policy)
+        mode, own = self._policy.sync, OwnGroups()
+        group = self.process_group
+        if mode is not None and mode.within > 1:
+            group = new_part(group, mode.within, "gradients within= a part", own)
+        engine = Engine(named, group, self._buckets, self._policy)
+        own.end_with(engine.core)
         engine.unused.current = partial(
             named_params, self.module, frozenset(self.parameters_to_ignore)
         )
@@ -284,9 +291,9 @@ class FastDDP(Front):
         sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
         recorder = record_steps(self._timeline, type(self.module).__name__, engine)
         rounds = None
-        if self._policy.sync is not None:
+        if mode is not None:
             on_round = partial(_end_of_round, weakref.ref(self))
-            rounds = make_rounds(self._policy.sync, named, self.process_group, on_round)
+            rounds = make_rounds(mode, named, self.process_group, on_round)
         self.reducer = DDPReducer(engine, logger, recorder, lockstep, sharded, rounds)
         self.logger = logger
         self._passing_sync_batchnorm_handle(self.module)
@@ -354,8 +361,9 @@ class FastDDP(Front):
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         if torch.is_grad_enabled():
-            local = cast(DDPReducer, self.reducer).local
-            sync = self.require_forward_param_sync = self.require_backward_grad_sync and not local
+            reducer = cast(DDPReducer, self.reducer)
+            sync = self.require_backward_grad_sync and not reducer.local
+            self.require_forward_param_sync = sync and reducer.shares_buffers
             always = self._engine.policy.reduces_always
             self._engine.after_forward(find_tensors(output), sync or always)
         else:

@@ -24,6 +24,7 @@ from fastsync.config.arguments import Zero
 from fastsync.config.compatibility import Setup
 from fastsync.config.policy import BucketPolicy, SyncPolicy
 from fastsync.config.preemption_policy import PreemptionPolicy
+from fastsync.config.sync_modes import SyncMode
 from fastsync.ddp.preemption_handler import check_preemption
 from fastsync.faults import consensus
 from fastsync.faults.node_links import check_grid, find_nodes
@@ -76,6 +77,7 @@ class Request:
             compatibility.check(setup)
             wire_settings = self._wire_settings(settled.wire)
             self._check_dtypes(settled)
+            self._check_sync(settled.sync)
             self._check_group(settled.wire, recorded)
             self._check_zero(settled.zero)
             if settled.zero.stage == 3:
@@ -252,6 +254,14 @@ class Request:
                 f"parameter_wire={zero.parameter_wire!r} makes none of the parameters smaller, "
                 f"which are {', '.join(sorted(map(str, dtypes)))}; leave it out, or choose a "
                 "format of fewer bits"
+            )
+
+    def _check_sync(self, mode: SyncMode | None) -> None:
+        ranks = self._group().size()
+        if mode is not None and ranks % mode.within:
+            raise ValueError(
+                f"sync: within={mode.within} needs groups of equal size, but there are {ranks} "
+                "ranks; choose a number that divides it"
             )
 
     def _check_units(self) -> None:

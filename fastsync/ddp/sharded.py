@@ -37,6 +37,7 @@ class _NoReducer:
     """Reducer for torch's front, which asks it for something at the end of construction."""
 
     recorder: Recorder | None
+    rounds: None = None
 
     def await_buffers(self, exchange: Callable[[], object]) -> None:
         """Exchange at once: the waits of ranks with units are not compared."""

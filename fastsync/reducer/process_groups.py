@@ -46,7 +46,7 @@ from fastsync.faults.rendezvous import needing_store
 from fastsync.reducer.monitor import come_together, lend_watch, looks_out, watched_call
 from fastsync.wire.formats import Wire
 
-__all__ = ["OwnGroups", "make_links", "new_cpu_group", "new_part"]
+__all__ = ["OwnGroups", "make_links", "new_cpu_group", "new_cross", "new_part"]
 
 _ENDS = 3.0  # seconds for the groups of wrappers that have died right before the process ends
 
@@ -179,6 +179,16 @@ def new_part(
     """A process group of `number` ranks that follow each other in `group`. Collective."""
     begin = group.rank() // number * number
     ranks = dist.get_process_group_ranks(group)[begin : begin + number]
+    return _new_group(group, ranks, purpose, own)
+
+
+def new_cross(
+    group: dist.ProcessGroup, number: int, purpose: str, own: OwnGroups
+) -> dist.ProcessGroup:
+    """A process group of the ranks that have this rank's place in each part of `new_part`.
+    Collective.
+    """
+    ranks = dist.get_process_group_ranks(group)[group.rank() % number :: number]
     return _new_group(group, ranks, purpose, own)
 
 

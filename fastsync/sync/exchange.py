@@ -21,10 +21,10 @@ from fastsync.faults import consensus
 from fastsync.faults.consensus import Statement
 from fastsync.reducer import core
 from fastsync.reducer.bucket_layout import align_up, dense_layout, slot_layout
-from fastsync.reducer.monitor import watched
+from fastsync.reducer.monitor import awaited, watched
 from fastsync.wire.formats import AnyCodec, Format
 
-__all__ = ["Codes", "Counters", "Exchange", "FlatTensors", "Pending"]
+__all__ = ["Codes", "Counters", "Exchange", "FlatTensors", "Parts", "Pending"]
 
 _PLACE = "an average of parameters (sync=)"
 _AGREE = "the comparison of steps (sync=)"
@@ -110,26 +110,20 @@ class Pending:
     """An average that is on its way.
 
     Args:
-        wait: returns once the collective has ended; None where the average is known.
-        received: what the collective writes.
-        average: makes the average of it.
+        finish: waits for it and returns it.
         counters: those that count the wait.
     """
 
-    def __init__(
-        self,
-        wait: Callable[[], None] | None,
-        received: torch.Tensor,
-        average: Callable[[torch.Tensor], torch.Tensor],
-        counters: Counters,
-    ) -> None:
-        self._wait, self._received = wait, received
-        self._average, self._counters = average, counters
+    def __init__(self, finish: Callable[[], torch.Tensor], counters: Counters) -> None:
+        self._finish, self._counters = finish, counters
+        self._arrived: torch.Tensor | None = None
 
     @classmethod
     def known(cls, average: torch.Tensor) -> Pending:
         """Return an average that has arrived, as a checkpoint holds it."""
-        return cls(None, average, lambda received: received, Counters())
+        pending = cls(lambda: average, Counters())
+        pending._arrived = average
+        return pending
 
     def wait(self) -> torch.Tensor:
         """Return the average, the same on every rank.
@@ -137,12 +131,23 @@ class Pending:
         Raises:
             SyncFault: a rank has ended, or does not come.
         """
-        if self._wait is not None:
+        if self._arrived is None:
             with self._counters.waiting():
-                self._wait()
-            self._wait = None
-            self._received = self._average(self._received)
-        return self._received
+                self._arrived = self._finish()
+        return self._arrived
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Groups of a rank whose neighbours have the same parameters: one rank sends for them all.
+
+    Attributes:
+        cross: the ranks that have this rank's place in each part.
+        inside: the ranks of this rank's part; the first one sends.
+    """
+
+    cross: dist.ProcessGroup
+    inside: dist.ProcessGroup
 
 
 class Exchange:
@@ -152,17 +157,25 @@ class Exchange:
         group: the ranks.
         model_group: the group of the model, whose ranks compare what they are about to send.
         device: device of the parameters.
+        parts: whose ranks have the same parameters; None: no two ranks have.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, model_group: dist.ProcessGroup, device: torch.device
+        self,
+        group: dist.ProcessGroup,
+        model_group: dist.ProcessGroup,
+        device: torch.device,
+        parts: Parts | None = None,
     ) -> None:
         self.group, self._model_group, self._device = group, model_group, device
+        self._parts, self._between = parts, group if parts is None else parts.cross
+        self._sends = parts is None or parts.inside.rank() == 0
         self.counters = Counters()
 
     @property
     def world(self) -> int:
-        return self.group.size()
+        """Return how many ranks send what they have."""
+        return self._between.size()
 
     def compare(self, statement: Statement) -> Callable[[], None]:
         """Start the comparison of what the ranks are about to send.
@@ -170,10 +183,10 @@ class Exchange:
         Returns:
             A function that ends it, and raises a `RankMismatchError` where they differ.
         """
-        if self.world == 1:
+        if self.group.size() == 1:
             return lambda: None
         mine = torch.tensor(list(statement.digest()), dtype=torch.uint8, device=self._device)
-        digests = mine.new_empty(self.world * mine.numel())
+        digests = mine.new_empty(self.group.size() * mine.numel())
         work = all_gather_flat(digests, mine, self.group)
         return partial(self._end_comparison, statement, mine, digests, work)
 
@@ -182,7 +195,7 @@ class Exchange:
     ) -> None:
         with self.counters.waiting():
             watched(self.group, _AGREE, lambda: work)
-        if not statement.error and bool((digests.view(self.world, -1) == mine).all()):
+        if not statement.error and bool((digests.view(-1, mine.numel()) == mine).all()):
             return
         run = partial(watched, self._model_group, _AGREE)
         failure = "parameters cannot be averaged on every rank;"
@@ -192,10 +205,11 @@ class Exchange:
         """Start the average of a buffer, which is the collective's from now on."""
         if self.world == 1:
             return Pending.known(flat)
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
-        self._count(2 * flat.nbytes * (self.world - 1) // self.world)
-        wait, divide = self._waiter(work), partial(_divide, self.world)
-        return Pending(wait, flat, divide, self.counters)
+        work = None
+        if self._sends:
+            work = dist.all_reduce(flat, group=self._between, async_op=True)
+            self._count(2 * flat.nbytes * (self.world - 1) // self.world)
+        return self._pending(work, flat, lambda: flat.div_(self.world))
 
     def gather_codes(self, flat: torch.Tensor, codes: Codes, residual: torch.Tensor) -> Pending:
         """Start the average of a buffer that travels as codes.
@@ -206,28 +220,45 @@ class Exchange:
         """
         if self.world == 1:
             return Pending.known(flat)
+        if not self._sends:
+            return self._pending(None, flat, lambda: flat)
         residual.add_(flat)
         mine = codes.encode(residual)
         residual.sub_(codes.decode(mine))
         received = mine.new_empty(self.world * mine.numel())
-        work = all_gather_flat(received, mine, self.group)
+        work = all_gather_flat(received, mine, self._between)
         self._count(mine.nbytes * (self.world - 1))
-        wait, average = (
-            self._waiter(work),
-            partial(codes.average, self.world),
-        )
-        return Pending(wait, received, average, self.counters)
+        return self._pending(work, flat, lambda: codes.average(self.world, received))
 
-    def _waiter(self, work: dist.Work) -> Callable[[], None]:
-        return partial(watched, self.group, _PLACE, lambda: work)
+    def _pending(
+        self, work: dist.Work | None, flat: torch.Tensor, average: Callable[[], torch.Tensor]
+    ) -> Pending:
+        """Return the average of all that send.
+
+        Args:
+            work: None on a rank for which another one sends.
+            flat: memory for the average there.
+            average: makes it of what has arrived.
+        """
+
+        def finish() -> torch.Tensor:
+            result = flat
+            if work is not None:
+                if self._parts is None:
+                    watched(self.group, _PLACE, lambda: work)
+                else:  # those for which another rank sends do not wait here
+                    awaited(self._between, _PLACE, work)
+                result = average()
+            if self._parts is not None:
+                send = partial(dist.broadcast, result, group_src=0, group=self._parts.inside)
+                watched(self._parts.inside, _PLACE, partial(send, async_op=True))
+            return result
+
+        return Pending(finish, self.counters)
 
     def _count(self, sent: int) -> None:
         self.counters.averages += 1
         self.counters.sent_bytes += sent
-
-
-def _divide(world: int, sums: torch.Tensor) -> torch.Tensor:
-    return sums.div_(world)
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from fastsync.reducer.optimizer_hooks import (
     params_of,
     watch_steps,
 )
-from fastsync.reducer.process_groups import OwnGroups, new_part
-from fastsync.sync.exchange import Exchange
+from fastsync.reducer.process_groups import OwnGroups, new_cross, new_part
+from fastsync.sync.exchange import Exchange, Parts
 from fastsync.sync.fragments import Fragment, FragmentState, make_fragment
 from fastsync.sync.schedule import Schedule, cut
 
@@ -82,7 +82,7 @@ class Rounds(StepWatcher):
         """Return whether gradients stay on this rank, now."""
         steps = max((part.steps for part in self._parts.values()), default=0)
         loaded = max((int(state["steps"]) for state in self._loaded), default=0)
-        return max(steps, loaded) >= self.mode.warmup
+        return self.mode.within == 1 and max(steps, loaded) >= self.mode.warmup
 
     def note_forward(self) -> None:
         """Count a forward outside `no_sync()`."""
@@ -361,9 +361,13 @@ def make_rounds(
     on_round: Callable[[], None],
 ) -> Rounds:
     """Return the rounds of a model whose ranks are those of `group`. Collective."""
-    own = OwnGroups()
-    apart = group if group.size() == 1 else new_part(group, group.size(), "averages of sync=", own)
-    exchange = Exchange(apart, group, params[0].tensor.device)
+    own, apart, parts = OwnGroups(), group, None
+    if group.size() > 1:
+        apart = new_part(group, group.size(), "averages of sync=", own)
+    if mode.within > 1:
+        cross = new_cross(group, mode.within, "averages between parts", own)
+        parts = Parts(cross, new_part(group, mode.within, "averages within a part", own))
+    exchange = Exchange(apart, group, params[0].tensor.device, parts)
     rounds = Rounds(mode, params, exchange, on_round)
     own.end_with(rounds)
     return rounds
@@ -389,6 +393,11 @@ def rounds_of(rounds: Rounds | None, states: Sequence[State], rank: int, world: 
         raise ValueError(
             f"the state holds no rounds, but the model has sync={rounds.mode.describe()}; load "
             "what sync_state_dict() returned with this mode"
+        )
+    if rounds.mode.within > 1 and len(states) > 1:
+        raise ValueError(
+            f"sync={rounds.mode.describe()} goes on with the same groups of ranks; pass each "
+            "rank's own state, and not a list"
         )
     for state in given:
         rounds.check(state)

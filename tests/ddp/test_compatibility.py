@@ -32,7 +32,7 @@ ASKED = {
     "skip_all_reduce_unused_params": {"skip_all_reduce_unused_params": True},
     "static_graph": {"static_graph": True},
     "sync": {"sync": "local:4"},
-    "sync without warmup": {"sync": "diloco:4"},
+    "sync of local gradients": {"sync": "diloco:4"},
     "timeline": {"timeline": True},
     "wire": {"wire": "int8"},
     "wire with a memory": {"wire": Wire("int8", "hierarchical")},

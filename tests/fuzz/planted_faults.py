@@ -377,9 +377,9 @@ FAULTS = [
     ),
     Fault(
         "gradients-sent-within-a-round",
-        "fastsync/ddp/ddp_objects.py",
-        "        self._syncs = not self.local\n",
-        "        self._syncs = True\n",
+        "fastsync/ddp/fast_ddp.py",
+        "            sync = self.require_backward_grad_sync and not reducer.local\n",
+        "            sync = self.require_backward_grad_sync\n",
         "tests/sync/test_rounds.py::test_nothing_is_sent_between_rounds",
     ),
     Fault(

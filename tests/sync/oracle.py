@@ -8,17 +8,17 @@ from fastsync.reducer import core
 from fastsync.wire.formats import Format
 
 
-def everyones(tensor):
-    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, tensor)
+def everyones(tensor, group=None):
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, tensor, group=group)
     return rows
 
 
-def mean(tensors):
+def mean(tensors, group=None):
     """The averages over the ranks, as one all-reduce of one buffer gives them."""
     flat = torch.cat([t.flatten() for t in tensors])
-    dist.all_reduce(flat)
-    parts = (flat / dist.get_world_size()).split([t.numel() for t in tensors])
+    dist.all_reduce(flat, group=group)
+    parts = (flat / dist.get_world_size(group)).split([t.numel() for t in tensors])
     return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
@@ -42,13 +42,14 @@ def largest(codec, tensors):
     return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
-def train(mode, params, cuts, local_step, steps, ends=()):
+def train(mode, params, cuts, local_step, steps, ends=(), group=None):
     """Return the parameters after each step.
 
     Args:
         cuts: positions of the parameters of each fragment.
         local_step: makes a step of the inner optimizer; given whether gradients are averaged first.
         ends: steps after which all ranks end the round.
+        group: the ranks that average; None: all.
     """
     outer = [torch.nn.Parameter(p.detach().clone()) for p in params]
     residual = [torch.zeros_like(p) for p in params]
@@ -61,15 +62,16 @@ def train(mode, params, cuts, local_step, steps, ends=()):
     def send(cut):
         mine = [params[i].clone() for i in cut]
         if not isinstance(mode, DiLoCo):
-            return mean(mine), mine
+            return mean(mine, group), mine
         differences = [outer[i] - m for i, m in zip(cut, mine, strict=True)]
         if mode.codec is None:
-            return mean(differences), mine
+            return mean(differences, group), mine
         owed = [residual[i] + d for i, d in zip(cut, differences, strict=True)]
         codes = (coded if isinstance(mode.codec, Format) else largest)(mode.codec, owed)
         for i, o, c in zip(cut, owed, codes, strict=True):
             residual[i] = o - c
-        return [sum(rows[1:], rows[0]) / len(rows) for rows in map(everyones, codes)], mine
+        rows = [everyones(code, group) for code in codes]
+        return [sum(its[1:], its[0]) / len(its) for its in rows], mine
 
     def merge(cut, average, sent, alpha):
         optimizer.zero_grad()

@@ -65,14 +65,24 @@ def by_fastsync(rank, mode, make):
     return history
 
 
+def groups_of(rank, world, within):
+    """The ranks of this rank's part, and those that have its place in each part."""
+    if within == 1:
+        return None, None
+    inside = [dist.new_group(range(i, i + within)) for i in range(0, world, within)]
+    across = [dist.new_group(range(i, world, within)) for i in range(within)]
+    return inside[rank // within], across[rank % within]
+
+
 def by_torch(rank, mode, make, cuts):
     model = net()
     params = list(model.parameters())
+    inside, across = groups_of(rank, dist.get_world_size(), mode.within)
 
     def average():
-        if averaging[-1]:
+        if averaging[-1] or mode.within > 1:
             for p in params:
-                rows = oracle.everyones(p.grad * (1 / dist.get_world_size()))
+                rows = oracle.everyones(p.grad * (1 / dist.get_world_size(inside)), inside)
                 p.grad = sum(rows[1:], rows[0])
 
     averaging = []
@@ -82,7 +92,7 @@ def by_torch(rank, mode, make, cuts):
         averaging.append(averaged)
         step()
 
-    return oracle.train(mode, params, cuts, local_step, STEPS)
+    return oracle.train(mode, params, cuts, local_step, STEPS, group=across)
 
 
 def beside_torch(rank, world, mode, make):
@@ -104,3 +114,20 @@ def test_parameters_are_those_of_the_oracle(world, make):
                 same = all(map(torch.equal, ours, its))
                 gap = max((a - b).abs().max().item() for a, b in zip(ours, its, strict=True))
                 assert same, f"{name}, rank {rank}, step {step}: {gap}"
+
+
+HYBRID = {
+    "local": LocalSGD(3, within=2),
+    "diloco": DiLoCo(4, within=2),
+    "streaming-int4": DiLoCo(4, fragments=2, overlap=1, wire="int4", within=2),
+    "one-part": DiLoCo(3, within=4),
+}
+
+
+@pytest.mark.slow(but=("streaming-int4",))
+@pytest.mark.parametrize("name", HYBRID)
+def test_parts_average_gradients_within_and_parameters_between(name):
+    for found, wanted in run_ranks(beside_torch, 4, HYBRID[name], "adamw"):
+        for step, (ours, its) in enumerate(zip(found, wanted, strict=True), start=1):
+            gap = max((a - b).abs().max().item() for a, b in zip(ours, its, strict=True))
+            assert all(map(torch.equal, ours, its)), f"step {step}: {gap}"

@@ -309,6 +309,35 @@ def test_outer_parameters_are_fp32_beside_parameters_of_bf16():
     assert run_ranks(unchanged_outer, 2) == [True] * 2
 
 
+def in_parts(rank, world):
+    """Parts of two ranks, whose gradients travel in int8 at every step."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = FastDDP(module, wire="int8", sync=DiLoCo(3, within=2))
+    step = loop(rank, model, torch.optim.AdamW(model.parameters(), 0.01))
+    rows = []
+    for _ in range(3):
+        step()
+        rows.append((values(model), module[1].running_mean.clone()))
+    stats = model.sync_stats()
+    step()
+    model.end_round()
+    return rows, stats, _alike(model.parameters())
+
+
+def test_parts_of_ranks():
+    ranks = run_ranks(in_parts, 4)
+    for step in range(3):
+        weights, means = zip(*(rows[step] for rows, *_ in ranks), strict=True)
+        assert torch.equal(weights[0], weights[1]) and torch.equal(weights[2], weights[3])
+        assert torch.equal(weights[0], weights[2]) == (step == 2)
+        assert not torch.equal(means[0], means[1]) or step == 2
+        assert torch.equal(means[0], means[3]) == (step == 2)
+    for rank, (_, stats, alike) in enumerate(ranks):
+        assert alike and stats.steps == 3 and stats.collectives > 0
+        assert (stats.round_bytes > 0) == (rank in (0, 2))  # one of each part sends
+
+
 def caught(fn):
     try:
         fn()
@@ -383,6 +412,7 @@ def refused(rank, world):
         "other state": caught(lambda: local.load_sync_state_dict(state)),
         "no state": caught(lambda: local.load_sync_state_dict(plain.sync_state_dict())),
         "state of a mode": caught(lambda: plain.load_sync_state_dict(state)),
+        "parts": caught(lambda: wrap(LocalSGD(2, within=3))),
         "group": caught(lambda: local._update_process_group(dist.group.WORLD)),
         "delayed parameters": caught(
             lambda: FastDDP(
@@ -396,13 +426,14 @@ def refused(rank, world):
 
 
 REFUSALS = {
-    "modes": "sync is LocalSGD(every=3, warmup=0, optimizer_state=False) there but LocalSGD(ev",
+    "modes": "sync is LocalSGD(every=3) there but LocalSGD(every=2) on rank 0",
     "one rank": "sync is every step there but DiLoCo(every=2",
     "lbfgs": "torch.optim.lbfgs.LBFGS may remember where it left them",
     "fp64": "differences are coded in fp32, but '0.weight' is torch.float64; use wire='fp32'",
     "other state": "the state is one of sync=DiLoCo(every=2",
     "no state": "the state holds no rounds, but the model has sync=LocalSGD",
     "state of a mode": "but the model averages gradients at every step; wrap it with that mode",
+    "parts": "within=3 needs groups of equal size, but there are 2 ranks",
     "group": "sync= averages parameters over the ranks of the old process group",
     "delayed parameters": "delay_all_reduce_named_params averages gradients at every step",
 }

@@ -20,6 +20,8 @@ REFUSED = {
     "outer_lr of infinity": (lambda: DiLoCo(4, outer_lr=math.inf), "outer_lr must be a positive"),
     "outer_momentum": (lambda: DiLoCo(4, outer_momentum=1.0), "outer_momentum must be at least 0"),
     "alpha": (lambda: DiLoCo(4, alpha=1.5), "alpha must be at least 0 and below 1"),
+    "within": (lambda: DiLoCo(4, within=0), "within must be at least 1"),
+    "warmup within parts": (lambda: LocalSGD(4, warmup=1, within=2), "warmup averages gradients"),
     "wire": (lambda: DiLoCo(4, wire="int3"), "unknown wire format 'int3'"),
     "wire without feedback": (
         lambda: DiLoCo(4, wire=Wire("int8", error_feedback=False)),
