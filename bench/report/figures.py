@@ -51,19 +51,20 @@ def _accuracy(result: Result) -> str:
     return line_chart(labels, lines, log_y=True)
 
 
-def _curve(task: str, curves: dict[str, list[tuple[float, float]]]) -> str:
-    """Training loss by step, a line per wire format; the reference is dashed."""
-    lines = [Line(wire, points, wire == "fp32") for wire, points in curves.items()]
-    title = f"Training in every wire format: {task}"
+def _curve(title: str, curves: dict[str, list[tuple[float, float]]]) -> str:
+    """Training loss by step, a line per wire format or mode; the reference is dashed."""
+    lines = [Line(way, points, way in ("fp32", "every step")) for way, points in curves.items()]
     return line_chart(Labels(title, "step", "training loss"), lines)
 
 
+TRAININGS = {"curves": "Training in every wire format", "modes": "Training in every mode"}
 DRAWN = {"accuracy": _accuracy, "buckets": _buckets, "overlap": _overlap}
 
 
 def charts(name: str, result: Result) -> dict[str, str]:
     """Return SVG texts of a result by file name; none where nothing of its name is drawn."""
-    if name == "curves":
+    if name in TRAININGS:
         tasks = result.get("lines", {}).items()
-        return {f"bench-curves-{task}.svg": _curve(task, curves) for task, curves in tasks}
+        titles = {task: f"{TRAININGS[name]}: {task}" for task, _ in tasks}
+        return {f"bench-{name}-{task}.svg": _curve(titles[task], curves) for task, curves in tasks}
     return {f"bench-{name}.svg": DRAWN[name](result)} if name in DRAWN else {}

@@ -208,7 +208,7 @@ class Exchange:
         work = None
         if self._sends:
             work = dist.all_reduce(flat, group=self._between, async_op=True)
-            self._count(2 * flat.nbytes * (self.world - 1) // self.world)
+            self.counters.sent_bytes += 2 * flat.nbytes * (self.world - 1) // self.world
         return self._pending(work, flat, lambda: flat.div_(self.world))
 
     def gather_codes(self, flat: torch.Tensor, codes: Codes, residual: torch.Tensor) -> Pending:
@@ -227,7 +227,7 @@ class Exchange:
         residual.sub_(codes.decode(mine))
         received = mine.new_empty(self.world * mine.numel())
         work = all_gather_flat(received, mine, self._between)
-        self._count(mine.nbytes * (self.world - 1))
+        self.counters.sent_bytes += mine.nbytes * (self.world - 1)
         return self._pending(work, flat, lambda: codes.average(self.world, received))
 
     def _pending(
@@ -254,11 +254,8 @@ class Exchange:
                 watched(self._parts.inside, _PLACE, partial(send, async_op=True))
             return result
 
-        return Pending(finish, self.counters)
-
-    def _count(self, sent: int) -> None:
         self.counters.averages += 1
-        self.counters.sent_bytes += sent
+        return Pending(finish, self.counters)
 
 
 @dataclass(frozen=True)

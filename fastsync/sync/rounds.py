@@ -93,9 +93,14 @@ class Rounds(StepWatcher):
         """Prepare the rounds of an optimizer. Collective at its first step.
 
         Raises:
-            RuntimeError: it steps inside a backward.
+            RuntimeError: it steps inside a backward, or in a CUDA graph.
         """
         if self.replaces(optimizer):
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "a step that is captured into a CUDA graph is not counted, and would never "
+                    "average; leave sync out, or do not capture optimizer.step()"
+                )
             if backward_is_running():
                 raise RuntimeError(
                     "sync= cannot count steps inside a backward, which the ranks reach at "
@@ -121,7 +126,7 @@ class Rounds(StepWatcher):
             self._count(optimizer)
 
     def _count(self, optimizer: Optimizer) -> None:
-        part = self._part(optimizer)
+        part = self._parts.get(optimizer) or self._part(optimizer)
         if part.step() and part.number == 0:
             self._on_round()
 

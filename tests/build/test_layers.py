@@ -266,7 +266,7 @@ MEASURING_LAYERS = [
     ["bench"],
 ]
 MEASURING_MODULES = {
-    "bench.commands": [["zero"], ["charged"]],
+    "bench.commands": [["curves", "zero"], ["charged", "modes"]],
     "bench.gpu": [["guard", "mps", "stages"], ["all"]],
     "bench.measure": [
         ["gpu", "netns", "transfers"],
