@@ -86,7 +86,7 @@ class FlatTensors:
 
 @dataclass
 class Counters:
-    """What exchanges have cost this rank.
+    """Costs of averages on this rank.
 
     Attributes:
         averages: buffers averaged.

@@ -1,4 +1,4 @@
-"""Which step sends which fragment, and which step merges it. Pure integers."""
+"""Steps that send and merge each fragment, and the cut into fragments. Pure integers."""
 
 from __future__ import annotations
 

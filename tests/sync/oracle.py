@@ -1,4 +1,4 @@
-"""What ranks have after each step of a mode, in plain torch and blocking collectives."""
+"""The modes of `sync=` in plain torch, with blocking collectives."""
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ def mean(tensors, group=None):
 
 
 def coded(codec, tensors):
-    """What tensors become in a format of blocks, each by itself."""
+    """Code and decode tensors in a format of blocks, each by itself."""
     results = [torch.zeros_like(t) for t in tensors]
     for tensor, result in zip(tensors, results, strict=True):
         numel = -(-max(1, tensor.numel()) // codec.block) * codec.block
@@ -34,7 +34,7 @@ def coded(codec, tensors):
 
 
 def largest(codec, tensors):
-    """What top-k keeps of tensors that it sees side by side."""
+    """Keep the largest elements of tensors that lie side by side; the others become zero."""
     flat = torch.cat([t.flatten() for t in tensors])
     order = flat.abs().argsort(descending=True, stable=True)[: codec.kept(flat.numel())]
     kept = torch.zeros_like(flat).index_copy(0, order, flat[order])

@@ -1,4 +1,4 @@
-"""What scripts do around rounds: accumulation, AMP, several optimizers, buffers, checkpoints."""
+"""Scripts around rounds: accumulation, AMP, several optimizers, buffers, checkpoints."""
 
 import copy
 import io
@@ -104,7 +104,7 @@ def test_a_step_that_a_scaler_skips_on_one_rank_counts():
 
 
 def two_optimizers(rank, world):
-    """Of which one steps at every second batch only; each has rounds of its own."""
+    """Train with two optimizers, of which one steps at every second batch only."""
     model = FastDDP(net(), sync=LocalSGD(2))
     first, second = (list(part.parameters()) for part in (model.module[0], model.module[4]))
     middle = list(model.module[2].parameters())
