@@ -7,6 +7,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -174,10 +175,12 @@ void bind_units(py::module_& m) {
       .def("release", &Unit::release, release)
       .def(
           "start_reduce",
-          [](Unit& unit, const UnitLayout& layout, Optionals gradients, double scale) {
+          [](Unit& unit, const UnitLayout& layout, Optionals gradients,
+             const std::variant<double, at::Tensor>& scale) {
             auto tensors = tensors_of(gradients);
             gradients.clear();
-            unit.start_reduce(layout, std::move(tensors), scale);
+            unit.start_reduce(layout, std::move(tensors),
+                              std::visit([](const auto& by) { return ops::Scale(by); }, scale));
           },
           release, py::arg("layout"), py::arg("gradients"), py::arg("scale"))
       .def("finish_reduce", &Unit::finish_reduce, release)

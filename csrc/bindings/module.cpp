@@ -5,11 +5,13 @@
 
 #include <chrono>
 #include <cmath>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -235,6 +237,14 @@ void use_memory(engine::Reducer& reducer, const std::shared_ptr<comm::SharedMemo
   reducer.use_memory(std::make_shared<comm::ShmCollective>(memory, 0), regions, regions->pool());
 }
 
+// Called in backwards, without the GIL.
+void use_weights(engine::Reducer& reducer, std::function<void()> begin_backward,
+                 std::function<void(int64_t)> start,
+                 std::function<std::variant<double, at::Tensor>()> scale) {
+  const py::gil_scoped_release release;
+  reducer.use_weights({std::move(begin_backward), std::move(start), std::move(scale)});
+}
+
 void bind_engine(py::module_& m) {
   const auto release = py::call_guard<py::gil_scoped_release>();
   py::class_<engine::ForwardAdvice>(m, "ForwardAdvice")
@@ -268,6 +278,8 @@ void bind_engine(py::module_& m) {
            py::arg("sync") = true)
       .def("set_static_graph", &Reducer::set_static_graph, release)
       .def("set_divisor", &Reducer::set_divisor, release, py::arg("divisor"))
+      .def("use_weights", &use_weights, py::arg("begin_backward"), py::arg("start"),
+           py::arg("scale"))
       .def("set_hook", &set_hook, py::arg("state"), py::arg("hook"), py::arg("flags_group"))
       .def("at_end", &at_end, py::arg("action"))
       .def("shadow_step", &Reducer::shadow_step, release)

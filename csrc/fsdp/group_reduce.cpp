@@ -166,7 +166,7 @@ at::Tensor Unit::room_to_send(Reduction& reduction) {
   return links_->pool.take(reduction.codes->bytes(), at::kByte, device_);
 }
 
-void Unit::start_reduce(UnitLayout layout, std::vector<at::Tensor> gradients, double scale) {
+void Unit::start_reduce(UnitLayout layout, std::vector<at::Tensor> gradients, ops::Scale scale) {
   FS_CHECK(!reduction_, "a unit's gradients are reduced while its former ones still travel");
   FS_CHECK_VALUE(gradients.size() == layout.places.size(), "expects a gradient for each of ",
                  layout.places.size(), " members, but got ", gradients.size());
@@ -174,7 +174,7 @@ void Unit::start_reduce(UnitLayout layout, std::vector<at::Tensor> gradients, do
   auto made = std::make_shared<Reduction>();
   made->layout = std::move(layout);
   made->direct.resize(gradients.size());
-  made->scale = scale;
+  made->scale = std::move(scale);
   made->sent = room_to_send(*made);
   pack_gradients(*made, gradients);
   gradients.clear();
@@ -274,7 +274,7 @@ void Unit::add_own(Reduction& reduction, bool accumulate) const {
 }
 
 // Frees each large gradient once its terms are added.
-void Unit::take_own(Reduction& reduction, const at::Tensor& to, double scale,
+void Unit::take_own(Reduction& reduction, const at::Tensor& to, const ops::Scale& scale,
                     bool accumulate) const {
   const UnitLayout& layout = reduction.layout;
   ItemList packed;
@@ -296,7 +296,7 @@ void Unit::add_received(const Reduction& reduction, const at::Tensor& chunk,
                         bool accumulate) const {
   const bool in_place = chunk.is_same(reduction.sums);
   if (!in_place) add_packed(reduction, chunk, accumulate);
-  if (in_place && reduction.scale == 1.0) return;
+  if (in_place && reduction.scale.is_one()) return;
   add_direct(reduction, chunk, /*side_by_side=*/false, accumulate);
 }
 

@@ -125,7 +125,7 @@ class Unit {
 
   // Starts to reduce the gradients of whole members, given by place of the layout; an undefined one
   // counts as zeros. Collective.
-  void start_reduce(UnitLayout layout, std::vector<at::Tensor> gradients, double scale);
+  void start_reduce(UnitLayout layout, std::vector<at::Tensor> gradients, ops::Scale scale);
   // Returns the sums over ranks for this rank's shares, as that layout says, times `scale`: fp32 or
   // fp64.
   at::Tensor finish_reduce();
@@ -146,7 +146,7 @@ class Unit {
         lent;        // from other ranks, in their memory; nothing is received then
     at::Tensor own;  // this rank's chunk, where it waits for its turn
     at::Tensor sums;
-    double scale = 1.0;
+    ops::Scale scale;
     std::unique_ptr<UnitCodes> codes;  // null where gradients travel as they are
     uint64_t step = 0;                 // among those that are coded
     std::unique_ptr<comm::InFlight> in_flight;
@@ -189,7 +189,8 @@ class Unit {
   void add_codes(const Reduction& reduction) const;
   void add_lent(Reduction& reduction) const;
   void add_own(Reduction& reduction, bool accumulate) const;
-  void take_own(Reduction& reduction, const at::Tensor& to, double scale, bool accumulate) const;
+  void take_own(Reduction& reduction, const at::Tensor& to, const ops::Scale& scale,
+                bool accumulate) const;
   void add_received(const Reduction& reduction, const at::Tensor& chunk, bool accumulate) const;
   void add_part(const Reduction& reduction, const at::Tensor& part, bool accumulate) const;
   void add_packed(const Reduction& reduction, const at::Tensor& from, bool accumulate) const;

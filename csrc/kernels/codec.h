@@ -130,7 +130,7 @@ struct EncodeArgs {
   PayloadLayout layout;
   Rounding rounding;
   DType tensor_dtype;  // float32, float16 or bfloat16
-  float scale;
+  Scale scale;
 };
 
 // Segment offsets are in elements of the flat buffer, multiples of the block. A segment without

@@ -98,7 +98,7 @@ void encode_segment(const Segment& segment, float* residual, uint8_t* payload,
       std::fill_n(x, strip.numel, segment.fill);
     } else {
       const float* old = kept == nullptr ? nullptr : kept + strip.begin;
-      load(x, tensor + strip.begin, old, strip.numel, args.scale);
+      load(x, tensor + strip.begin, old, strip.numel, static_cast<float>(args.scale.value));
     }
     std::fill(x + strip.numel, x + strip.padded, 0.0f);
     const auto first = static_cast<uint32_t>(segment.offset + strip.begin);

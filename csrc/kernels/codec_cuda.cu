@@ -36,7 +36,7 @@ struct EncodeCall {
   uint8_t* payload;
   float* residual;
   RandomKey key;
-  float scale;
+  Scale scale;
   bool stochastic;
 };
 
@@ -95,6 +95,7 @@ __global__ void __launch_bounds__(kThreads)
   const Run& run = table.run[segment];
   const int numel = table.numel[segment];
   const int padded = (numel + Codec::kBlock - 1) / Codec::kBlock * Codec::kBlock;
+  const auto scale = static_cast<float>(call.scale.get());
 #pragma unroll 1
   for (int round = 0; round < kRounds; ++round) {
     const int begin = group_begin(blockIdx.x - table.first_block[segment], round);
@@ -106,8 +107,7 @@ __global__ void __launch_bounds__(kThreads)
     if (run.tensor == nullptr) {
       fill_group(x, table.fill[segment], numel - begin);
     } else {
-      load_input(x, old, static_cast<const T*>(run.tensor) + begin, residual, numel - begin,
-                 call.scale);
+      load_input(x, old, static_cast<const T*>(run.tensor) + begin, residual, numel - begin, scale);
     }
     const Random random{call.key, static_cast<uint32_t>(run.first + begin)};
     code_group<Codec>(x, call.payload, place_after<Codec>(run.place, begin), random,

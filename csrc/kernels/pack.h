@@ -21,6 +21,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "scale.h"
+
 struct CUstream_st;  // cudaStream_t without a CUDA header
 
 namespace fastsync::kernels {
@@ -42,7 +44,7 @@ struct Segment {
 struct Transfer {
   DType tensor_dtype;
   DType flat_dtype;
-  double scale;     // 1.0 changes no element
+  Scale scale;
   bool accumulate;  // unpack only
 };
 

@@ -102,9 +102,9 @@ void unpack_segment(const Segment& segment, const Flat* flat, const Transfer& tr
   const Flat* src = flat + segment.offset;
   if (transfer.accumulate) {
     select_transfer<true, Tensor, Flat>()(dst, src, segment.numel,
-                                          static_cast<Compute<Tensor>>(transfer.scale));
+                                          static_cast<Compute<Tensor>>(transfer.scale.value));
   } else {
-    convert(dst, src, segment.numel, transfer.scale);
+    convert(dst, src, segment.numel, transfer.scale.value);
   }
 }
 
@@ -116,7 +116,7 @@ void pack_cpu(const Segment* segments, size_t count, void* flat, const Transfer&
     using Tensor = typename decltype(src)::type;
     for (size_t i = 0; i < count; ++i) {
       if (segments[i].numel == 0) continue;
-      pack_segment<Flat, Tensor>(segments[i], static_cast<Flat*>(flat), transfer.scale);
+      pack_segment<Flat, Tensor>(segments[i], static_cast<Flat*>(flat), transfer.scale.value);
     }
   });
 }

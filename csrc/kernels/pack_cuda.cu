@@ -46,9 +46,9 @@ constexpr int kLargeTable = kLargeParameters > kSmallParameters ? 1022 : kSmallT
 using SmallTable = Table<kSmallTable>;
 using MediumTable = Table<kMediumTable>;
 using LargeTable = Table<kLargeTable>;
-static_assert(sizeof(SmallTable) + sizeof(double) <= kSmallParameters);
-static_assert(sizeof(MediumTable) + sizeof(double) <= kMediumParameters);
-static_assert(sizeof(LargeTable) + sizeof(double) <= kLargeParameters);
+static_assert(sizeof(SmallTable) + sizeof(Scale) <= kSmallParameters);
+static_assert(sizeof(MediumTable) + sizeof(Scale) <= kMediumParameters);
+static_assert(sizeof(LargeTable) + sizeof(Scale) <= kLargeParameters);
 
 template <class Dst, class Src>
 struct Shape {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void fill_chunk(Dst* dst, int numel, float fill) {
 
 template <class Dst, class Src, bool kAccumulate, class AnyTable>
 __global__ void __launch_bounds__(kThreads)
-    transfer_kernel(const __grid_constant__ AnyTable table, const Compute<Dst> scale) {
+    transfer_kernel(const __grid_constant__ AnyTable table, const Scale factor) {
   using S = Shape<Dst, Src>;
   const int segment = find_segment(table, blockIdx.x);
   const Run& run = table.run[segment];
@@ -130,6 +130,7 @@ __global__ void __launch_bounds__(kThreads)
     if (run.src == nullptr) return fill_chunk(dst, numel, table.fill[segment]);
   }
   const Src* src = static_cast<const Src*>(run.src) + begin;
+  const auto scale = static_cast<Compute<Dst>>(factor.get());
   const int vectors = aligned<S::kVec>(dst) && aligned<S::kVec>(src) ? numel / S::kVec : 0;
   move_chunk<S::kVec, S::kUnroll, kAccumulate>(dst, src, vectors, scale);
   const int done = vectors * S::kVec;
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(kThreads)
 // Parameters that all launches of one call share.
 struct Call {
   const char* name;
-  double scale;
+  Scale scale;
   cudaStream_t stream;
 };
 
@@ -147,8 +148,7 @@ template <class Dst, class Src, bool kAccumulate, class AnyTable>
 void launch(const AnyTable& table, int64_t blocks, const Call& call) {
   FS_CHECK(blocks <= INT32_MAX, call.name, ": ", blocks, " blocks exceed one launch's ", INT32_MAX);
   const auto kernel = transfer_kernel<Dst, Src, kAccumulate, AnyTable>;
-  FS_CUDA_LAUNCH(kernel, static_cast<unsigned>(blocks), kThreads, call.stream, table,
-                 static_cast<Compute<Dst>>(call.scale));
+  FS_CUDA_LAUNCH(kernel, static_cast<unsigned>(blocks), kThreads, call.stream, table, call.scale);
   FS_CUDA_CHECK(cudaGetLastError(), call.name, ": launching ", table.count, " segments in ", blocks,
                 " blocks");
 }

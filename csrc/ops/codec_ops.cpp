@@ -52,7 +52,7 @@ void encode(const std::vector<Item>& items, const at::Tensor& residual, const at
   table.for_each([&](DType dtype, const std::vector<Segment>& all) {
     const size_t size = kernels::element_size(dtype);
     kernels::EncodeArgs args{plan.layout, Rounding{plan.stochastic, how.seed}, dtype,
-                             static_cast<float>(how.scale)};
+                             how.scale.for_kernels()};
     args.layout.chunk_bytes *= how.sources;  // the same chunk of all sources lies together
     run_on_segments(
         clip(all, how.begin, how.end, size), payload.device(), {size, block(plan)},

@@ -12,6 +12,7 @@
 
 #include "../kernels/codec.h"
 #include "items.h"
+#include "ops.h"
 
 namespace fastsync::ops {
 
@@ -26,7 +27,7 @@ struct CodePlan {
 CodePlan one_chunk(kernels::Format format, int64_t numel);
 
 struct Encoding {
-  double scale = 1.0;
+  Scale scale;
   uint64_t seed = 0;  // of stochastic rounding
   // The payload holds, for every chunk, that of each of so many sources, and this one writes its
   // own.

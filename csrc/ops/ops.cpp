@@ -22,9 +22,9 @@ void check_flat(const at::Tensor& flat) {
   check_supported(flat.device());
 }
 
-void run(const SegmentTable& table, const at::Tensor& flat, double scale, Way way) {
+void run(const SegmentTable& table, const at::Tensor& flat, const Scale& scale, Way way) {
   void* data = flat.data_ptr();
-  Transfer transfer{DType::kFloat32, kernel_dtype(flat.scalar_type()), scale,
+  Transfer transfer{DType::kFloat32, kernel_dtype(flat.scalar_type()), scale.for_kernels(),
                     way == Way::kScatterAdd};
   const bool pack = way == Way::kGather;
   table.for_each([&](DType dtype, const std::vector<Segment>& segments) {
@@ -60,14 +60,21 @@ void let_go(void* storage) {
 
 }  // namespace
 
-void pack(const std::vector<Item>& items, const at::Tensor& flat, double scale) {
+kernels::Scale Scale::for_kernels() const {
+  if (!tensor.defined()) return value;
+  if (tensor.is_cpu()) return *tensor.const_data_ptr<double>();
+  return kernels::Scale(tensor.const_data_ptr<double>());
+}
+
+void pack(const std::vector<Item>& items, const at::Tensor& flat, const Scale& scale) {
   check_flat(flat);
   const at::NoGradGuard no_grad;
   const SegmentTable table(items, Way::kGather, flat.numel(), flat.device(), flat.scalar_type());
   run(table, flat, scale, Way::kGather);
 }
 
-void unpack(const std::vector<Item>& items, const at::Tensor& flat, double scale, bool accumulate) {
+void unpack(const std::vector<Item>& items, const at::Tensor& flat, const Scale& scale,
+            bool accumulate) {
   check_flat(flat);
   const at::NoGradGuard no_grad;
   const Way way = accumulate ? Way::kScatterAdd : Way::kScatter;

@@ -7,20 +7,38 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
+#include "../kernels/scale.h"
 #include "buffers.h"
 #include "items.h"
 
 namespace fastsync::ops {
 
+// A factor: a number, or what a tensor on the device of the other tensors says by then, so that the
+// host need not wait for it.
+struct Scale {
+  Scale(double number = 1.0) : value(number) {}  // NOLINT(google-explicit-constructor)
+  // 0-d, fp64.
+  explicit Scale(at::Tensor of) : tensor(std::move(of)) {}
+
+  bool is_one() const { return !tensor.defined() && value == 1.0; }
+  // Valid while the tensor lives.
+  kernels::Scale for_kernels() const;
+
+  double value = 1.0;
+  at::Tensor tensor;  // undefined: `value` counts
+};
+
 // flat[layout] = cast(tensor * scale) for every item: one kernel per tensor dtype, usually one
 // launch. A tensor whose strides differ from its layout goes through a temporary copy.
-void pack(const std::vector<Item>& items, const at::Tensor& flat, double scale);
+void pack(const std::vector<Item>& items, const at::Tensor& flat, const Scale& scale);
 
 // tensor = cast(flat[layout] * scale), plus the old value when `accumulate`. Bumps the tensors'
 // version counters.
-void unpack(const std::vector<Item>& items, const at::Tensor& flat, double scale, bool accumulate);
+void unpack(const std::vector<Item>& items, const at::Tensor& flat, const Scale& scale,
+            bool accumulate);
 
 // Makes a separate storage for the memory of `flat`, on a CPU, at `layout`. It keeps all of that
 // memory alive.

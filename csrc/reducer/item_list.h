@@ -41,10 +41,10 @@ class ItemList {
 
   const std::vector<ops::Item>& items() const { return items_; }
 
-  void pack(const at::Tensor& flat, double scale) const {
+  void pack(const at::Tensor& flat, const ops::Scale& scale) const {
     if (!items_.empty()) ops::pack(items_, flat, scale);
   }
-  void unpack(const at::Tensor& flat, double scale, bool accumulate) const {
+  void unpack(const at::Tensor& flat, const ops::Scale& scale, bool accumulate) const {
     if (!items_.empty()) ops::unpack(items_, flat, scale, accumulate);
   }
 

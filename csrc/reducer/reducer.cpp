@@ -1,5 +1,6 @@
 #include "reducer/reducer.h"
 
+#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
@@ -191,8 +192,11 @@ void Reducer::prepare_backward(const std::vector<at::Tensor>& outputs, bool sync
 void Reducer::on_outputs_reached(ForwardPass& pass) {
   const Lock lock(mutex_);
   if (precision_) precision_->begin_backward();
-  if (hooks().accumulating() && forwards_.reached(pass, running_backward())) {
-    if (!backward_running_ && !plan_.buckets.empty()) begin_backward();
+  if (hooks().accumulating()) {
+    note_backward();
+    if (forwards_.reached(pass, running_backward())) {
+      if (!backward_running_ && !plan_.buckets.empty()) begin_backward();
+    }
   }
   if (precision_) precision_->restore_at_end();  // after the end of the step
 }
@@ -210,6 +214,15 @@ void Reducer::set_static_graph() {
   counting_fires_ = true;
 }
 
+// Under the lock. Called as often as a backward reaches outputs.
+void Reducer::note_backward() {
+  const int backward = running_backward();
+  if (backward == known_backward_) return;
+  known_backward_ = backward;
+  ++backwards_;
+  if (weighing_.begin_backward) weighing_.begin_backward();
+}
+
 // Under the lock. Runs inside a backward, whose final callback ends the step.
 void Reducer::begin_backward() {
   open_step();
@@ -223,10 +236,11 @@ void Reducer::begin_backward() {
 
 void Reducer::open_step() {
   backward_running_ = true;
-  skipping_ = false;
+  skipping_ = weighed_ = false;
   forget_own();
   counts_.clear();
   log_.begin_backward();
+  if (weighing_.start) weighing_.start(backwards_);
   for (const auto& ranks : {routes_.memory, routes_.shards}) {
     if (ranks) ranks->begin_step(stats_.steps + 1);
   }
@@ -257,7 +271,10 @@ void Reducer::end_backward_by(Ending ending, void (Reducer::*step)(int64_t)) {
 void Reducer::on_grad_ready(size_t param, bool defined) {
   const Lock lock(mutex_);
   if (defined || options_.fail_on_unused || options_.static_graph) params_[param]->used = true;
-  if (!backward_running_ && forwards_.bypassed(running_backward())) begin_backward();
+  if (!backward_running_ && forwards_.bypassed(running_backward())) {
+    note_backward();
+    begin_backward();
+  }
   if (precision_) precision_->restore_at_end();
   if (!backward_running_) return;
   noting_errors([&] { place_gradient(param); });
@@ -280,6 +297,7 @@ void Reducer::place_gradient(size_t param) {
   } else if (communicates() && !counting_fires_ && stats_.steps > 0 &&
              may_take_early(bucket, place.slot)) {
     // Not in the first step, which counts how often each gradient arrives.
+    weigh();
     bucket.offer(place.slot, packing());
   }
 }
@@ -302,6 +320,7 @@ void Reducer::advance() {
     Bucket& bucket = plan_.buckets[next_];
     const bool idles = idle(bucket, [&](size_t i) { return params_[i]->used; });
     if (communicates() && !idles) {
+      weigh();
       if (bucket.transport().ends_early()) make_room();
       with_context(next_, "sending", [&] { send(bucket); });
     }
@@ -360,7 +379,7 @@ void Reducer::start_flags() {
 
 Packing Reducer::packing() const {
   Packing how;
-  how.scale = 1.0 / divisor_;
+  how.scale = weighed_ ? scale_ : ops::Scale(1.0 / divisor_);
   how.vote = votes() && watch_.vote();
   how.check_finite = options_.check_finite;
   how.squares = squares_;
@@ -369,8 +388,28 @@ Packing Reducer::packing() const {
   return how;
 }
 
+// The factor that follows from the sum of all ranks' weights has to be known before anything is
+// packed.
+void Reducer::weigh() {
+  if (weighed_ || !weighing_.scale) return;
+  scale_ = std::visit([](const auto& by) { return ops::Scale(by); }, weighing_.scale());
+  weighed_ = true;
+  scaled_on_ = scale_.tensor.defined() ? stream_of(scale_.tensor) : std::nullopt;
+}
+
+// Buckets may be packed on other streams.
+void Reducer::wait_for_scale() const {
+  if (!weighed_ || !scaled_on_) return;
+  const auto current = stream_of(scale_.tensor);
+  if (current == scaled_on_) return;
+  c10::Event event(current->device_type());
+  event.record(*scaled_on_);
+  event.block(*current);
+}
+
 void Reducer::launch(Bucket& bucket) {
   log_.sending();
+  wait_for_scale();
   bucket.pack(packing());
   const auto index = static_cast<int64_t>(next_);
   log_.mark(Mark::kPacked, index);
@@ -473,6 +512,7 @@ void Reducer::end_step() {
   watch_.end_step(missing);
   for (const auto& param : params_) param->used = false;
   backward_running_ = false;
+  backwards_ = 0;
   log_.count_steps(++stats_.steps);
   forget_unused_plans();
 }
@@ -483,6 +523,7 @@ void Reducer::abandon() {
   if (givers_) givers_->abandon();
   for (const auto& param : params_) param->used = false;
   backward_running_ = false;
+  backwards_ = 0;
   next_ = 0;
 }
 

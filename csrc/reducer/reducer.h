@@ -42,6 +42,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <chrono>
 #include <cstdint>
@@ -53,6 +54,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "comm/collective.h"
@@ -85,6 +87,17 @@ struct ForwardAdvice {
   bool regrouped = false;           // see [Note: unfreezing]: plan anew before this forward
   std::vector<std::string> unused;  // parameters to warn about, once
   bool paced = false;               // pace() is new
+};
+
+// Calls to Python where the script gives its micro-batches weights, once in a backward or a step. See
+// fastsync/reducer/mean_weights.py.
+struct Weighing {
+  // A backward has reached outputs, and has not accumulated anything.
+  std::function<void()> begin_backward;
+  // A synchronised step begins, with so many backwards since the last one.
+  std::function<void(int64_t)> start;
+  // Returns the factor of the step's gradients. May wait for other ranks.
+  std::function<std::variant<double, at::Tensor>()> scale;
 };
 
 // Counters of this rank. Durations in seconds, sizes in bytes.
@@ -145,6 +158,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_static_graph();
   // Sets the divisor of gradients (world size by default; less when ranks have joined).
   void set_divisor(double divisor);
+  // Gradients are scaled as `weighing` says, whatever the divisor.
+  void use_weights(Weighing weighing);
   // Takes part in one step of the other ranks without gradients of its own.
   void shadow_step();
   // Ends a step of this rank that has failed. See [Note: skipped steps].
@@ -256,6 +271,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void forget_unused_plans();
   void check_capture() const;
   void check_repeated(size_t param, const Place& place) const;
+  void note_backward();
   void begin_backward();
   void open_step();
   void withhold();
@@ -275,6 +291,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void rebuild(std::unique_lock<std::recursive_mutex>& lock);
   void forget_own();
   void scale_alone();
+  void weigh();
+  void wait_for_scale() const;
   void make_room();
   void keep_unread(Bucket& bucket);
   void read_flags() const;
@@ -333,6 +351,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::function<void(std::vector<int64_t>)> differ_;
   int64_t compared_every_ = 0;  // steps; 0: nothing is compared
   double divisor_ = 1.0;
+  Weighing weighing_;                     // empty without weights
+  bool weighed_ = false;                  // the scale of the running step is known
+  ops::Scale scale_;                      // by weights
+  std::optional<c10::Stream> scaled_on_;  // the stream that computes it; null on CPUs
+  int64_t backwards_ = 0;    // that have reached outputs since the last synchronised step
+  int known_backward_ = -1;  // the last of them
 
   Plan plan_;
   std::map<int64_t, Plan> kept_plans_;  // by number

@@ -229,11 +229,20 @@ void Reducer::forget_own() {
 
 // A single rank sends nothing, and its buckets scale nothing.
 void Reducer::scale_alone() {
-  if (!survival_ || communicates() || divisor_ == 1.0) return;
+  if (communicates()) return;
+  weigh();
+  const ops::Scale scale = packing().scale;
+  if (!(survival_ || weighed_) || scale.is_one()) return;
   const at::NoGradGuard no_grad;
   for (const Bucket& bucket : plan_.buckets) {
     for (const Slot& slot : bucket.slots()) {
-      if (slot.param->used) slot.param->tensor.mutable_grad().mul_(1.0 / divisor_);
+      const at::Tensor& grad = slot.grad();
+      if (!slot.param->used || !grad.defined()) continue;
+      if (scale.tensor.defined()) {
+        grad.mul_(scale.tensor);
+      } else {
+        grad.mul_(scale.value);
+      }
     }
   }
 }

@@ -138,6 +138,11 @@ void Reducer::set_divisor(double divisor) {
   divisor_ = divisor;
 }
 
+void Reducer::use_weights(Weighing weighing) {
+  const Lock lock(mutex_);
+  weighing_ = std::move(weighing);
+}
+
 void Reducer::resume(int64_t steps) {
   const Lock lock(mutex_);
   leave_backward("resume a training");

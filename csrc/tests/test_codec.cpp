@@ -93,7 +93,7 @@ class EncodeCheck {
     if (i >= segment.numel) return 0;
     if (segment.tensor == nullptr) return static_cast<double>(segment.fill);
     const double value = value_of_bits(pieces_.dtype, pieces_.tensors[s].bits(i));
-    const double product = fp32(value * static_cast<double>(args_.scale));
+    const double product = fp32(value * static_cast<double>(static_cast<float>(args_.scale.value)));
     return has_residual_ ? fp32(product + old_[size_t(segment.offset + i)]) : product;
   }
 

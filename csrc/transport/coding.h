@@ -30,7 +30,7 @@ struct Delivery {
 
 // How a step takes its gradients.
 struct Taking {
-  double scale = 1.0;
+  ops::Scale scale;
   uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
 };
 

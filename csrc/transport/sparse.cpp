@@ -49,7 +49,9 @@ class Sparse final : public Transport {
     if (!grad.defined()) {
       rows_ = empty_rows(param);
     } else if (grad.is_sparse()) {
-      rows_ = grad.to(param.dtype()).mul(is_users() ? 1.0 : how.scale).coalesce();
+      const ops::Scale scale = is_users() ? ops::Scale() : how.scale;
+      const at::Tensor rows = grad.to(param.dtype());
+      rows_ = (scale.tensor.defined() ? rows.mul(scale.tensor) : rows.mul(scale.value)).coalesce();
     }
   }
 

@@ -17,13 +17,14 @@
 #include <vector>
 
 #include "../comm/collective.h"
+#include "../ops/ops.h"
 #include "slots.h"
 
 namespace fastsync::engine {
 
 // How a step's gradients are taken.
 struct Packing {
-  double scale = 1.0;         // 1 / divisor, applied before the sum
+  ops::Scale scale;           // 1 / divisor, applied before the sum
   bool vote = false;          // this rank votes for a new plan
   bool missed = false;        // this rank had no gradient for some slot
   bool check_finite = false;  // for NaN and infinity

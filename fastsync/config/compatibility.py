@@ -1,8 +1,8 @@
 """Features that do not combine: one row for each pair, with the reason.
 
 `FastDDP` refuses a pair of this table when it is built, when a communication hook is registered,
-and when a join begins. The table in docs/troubleshooting.md is made of it, and a test refuses every
-row.
+when a join begins, and when a micro-batch gets a weight. The table in docs/troubleshooting.md is
+made of it, and a test refuses every row.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Setup:
         on_gpus: its parameters are on a device other than the CPU.
         hook: a communication hook reduces its buckets.
         join: ranks may run out of inputs at different steps.
+        weights: its micro-batches have weights.
     """
 
     policy: SyncPolicy
@@ -38,6 +39,7 @@ class Setup:
     on_gpus: bool = False
     hook: bool = False
     join: bool = False
+    weights: bool = False
 
 
 class Row(NamedTuple):
@@ -102,6 +104,7 @@ FEATURES: Mapping[str, Callable[[Setup], str]] = {
     "sync": lambda s: _sync(s, True),
     "sync of local gradients": lambda s: _sync(s, _sends_no_gradients(s)),
     "timeline": lambda s: "timeline" if s.timeline else "",
+    "weights": lambda s: "add_weight()" if s.weights else "",
     "wire": lambda s: _wire(s, not s.policy.wire.plain),
     "wire with a memory": lambda s: _wire(s, not may_lose_ranks(s.policy.wire)),
     "coded wire": lambda s: _wire(s, _coded(s)),
@@ -158,6 +161,7 @@ ROWS = (
     Row("elastic", "device_mesh", "the group of a mesh cannot shrink", "pass process_group"),
     Row("elastic", "on_preemption", "under elastic ranks leave one by one"),
     Row("elastic", "communication hook", "a hook may keep something of ranks that die"),
+    Row("elastic", "weights", "an average that is made anew after a death would need another sum"),
     Row("elastic", "join", "a rank without inputs does not vote on steps", _INPUTS),
     Row(
         "elastic on GPUs",
@@ -208,6 +212,17 @@ ROWS = (
         "use on_skip='raise' with it",
     ),
     Row(
+        "on_skip",
+        "weights",
+        "a rank that skips a step has told the others its weight by then",
+        "use on_skip='raise' with weights",
+    ),
+    Row(
+        "weights",
+        "communication hook",
+        "a hook divides its buffers by the number of ranks",
+    ),
+    Row(
         "sync",
         "zero=1 to 3",
         "a shard of the optimizer's state needs the gradients of all ranks",
@@ -236,6 +251,7 @@ ROWS = (
         "gradients do not travel",
         "leave wire out; DiLoCo has a wire of its own, for differences",
     ),
+    Row("sync", "weights", "a round averages parameters, which have no divisor"),
     Row("zero=3", "replicas", "each rank has its own shards, so that nothing can be compared"),
     Row(
         "zero=3",

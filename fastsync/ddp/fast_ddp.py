@@ -46,6 +46,7 @@ from fastsync.ddp.request import Request, named_params
 from fastsync.ddp.skipping import Attempt, Skips
 from fastsync.reducer import sync_checkpoint
 from fastsync.reducer.engine import Engine
+from fastsync.reducer.mean_weights import MeanWeights
 from fastsync.reducer.monitor import come_together, explained
 from fastsync.reducer.process_groups import OwnGroups, new_part
 from fastsync.sync.rounds import Rounds, make_rounds, rounds_of
@@ -54,6 +55,7 @@ from fastsync.timeline.stats import SyncStats, make_stats
 from fastsync.timeline.timeline_policy import TimelinePolicy
 from fastsync.wire.formats import Choice, Wire
 from fastsync.zero.gradient_norms import clip_norm
+from fastsync.zero.gradient_proxies import averages, is_spread
 from fastsync.zero.sharded_optimizer import ShardedOptimizers
 from fastsync.zero.state_passing import Passing
 
@@ -402,6 +404,37 @@ class FastDDP(Front):
     def _match_unused_params_allreduce(self) -> None:
         """Do nothing: used flags travel inside the buckets."""
 
+    def add_weight(
+        self, weight: float | torch.Tensor, mean: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Give the next micro-batch a weight, as of the tokens that its loss sums up.
+
+        The gradients of a step become the sum of those of all ranks' micro-batches, divided by the
+        sum of all weights, instead of their mean over ranks. Call it on every rank, once for each
+        micro-batch, between the last synchronised step and the micro-batch's backward.
+
+        Args:
+            weight: a number, or a tensor with one element.
+            mean: the micro-batch's loss, if that is a mean over `weight` tokens.
+
+        Returns:
+            `mean` times `weight`, whose backward to call; None without `mean`.
+
+        Raises:
+            ValueError: it makes no sense, or something else divides the gradients.
+        """
+        self._weights().add(weight)
+        return None if mean is None else mean * weight
+
+    def _weights(self) -> MeanWeights:
+        engine = self._engine
+        if engine.weights is None:
+            hooked = self._policy.hooked or bool(self._comm_hooks)
+            compatibility.check(Setup(self._policy, hook=hooked, weights=True))
+            params = [param.tensor for param in engine.params]
+            return engine.use_weights(partial(averages, params), partial(is_spread, params))
+        return engine.weights
+
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Reduce each bucket with `hook(state, bucket)` instead of averaging it.
 
@@ -415,6 +448,8 @@ class FastDDP(Front):
         """
         self._check_comm_hook(hook)
         compatibility.check(Setup(self._policy, hook=True))
+        weighted = self._engine.weights is not None
+        compatibility.check(Setup(self._policy, hook=True, weights=weighted))
         self._make_gradients_whole()
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks = [(hook, state)]

@@ -20,7 +20,9 @@ from fastsync.fsdp.fully_shard import fully_shard
 from fastsync.fsdp.group_choice import choose_units, contiguous, exchange_in_optimizers
 from fastsync.fsdp.module_hooks import state_of
 from fastsync.fsdp.step_records import context_of, record, stats_of
+from fastsync.fsdp.weights import weights_of
 from fastsync.reducer import sync_checkpoint
+from fastsync.reducer.mean_weights import MeanWeights
 from fastsync.reducer.monitor import explained
 from fastsync.timeline.recorder import Recorder
 from fastsync.timeline.stats import SyncStats
@@ -163,6 +165,10 @@ class ShardedDDP(FastDDP, zero=3):
         collectives.
         """
         return stats_of(self.module, one_rank_step)
+
+    def _weights(self) -> MeanWeights:
+        compatibility.check(Setup(self._policy, weights=True))
+        return weights_of(self.module)
 
     def join_hook(self, **kwargs: object) -> Any:
         """Not supported.

@@ -27,6 +27,7 @@ from fastsync.fsdp.local_steps import LocalSteps
 from fastsync.fsdp.memory_budget import NO_MARK, fits
 from fastsync.fsdp.param_group import Unit
 from fastsync.reducer import core
+from fastsync.reducer.mean_weights import MeanWeights, Number
 from fastsync.reducer.optimizer_hooks import Arguments, StepWatcher, params_of, watch_steps
 from fastsync.reducer.reports import UnitCounters
 from fastsync.timeline.recorder import Recorder
@@ -77,6 +78,7 @@ class Context(StepWatcher, Generic[S]):
         last_backward: whether what was observed in forward is forgotten after the next backward.
         connections: to other ranks.
         recorder: asked before every forward that counts, if there is one.
+        weights: those of the micro-batches; None: the script has given none.
     """
 
     _told_last = 0  # when a script said so
@@ -89,6 +91,9 @@ class Context(StepWatcher, Generic[S]):
         self.connections = Connections()
         self.most_in_flight = IN_FLIGHT
         self.recorder: Recorder | None = None
+        self.weights: MeanWeights | None = None
+        self._backwards = 0  # since gradients were last sent
+        self._scale: Number | None = None  # by weights, of the running backward
         self._order: list[Unit] = []  # of the last forward that came to its end
         self._running: list[Unit] = []  # of the forward that runs
         self._follows = True  # that forward runs as the last one did
@@ -126,6 +131,7 @@ class Context(StepWatcher, Generic[S]):
         if other._told_last > self._told_last:
             self.last_backward, self._told_last = other.last_backward, other._told_last
         self.connections.take_over(other.connections)
+        self.weights = self.weights or other.weights
         other.stop_watching()
 
     def all_links(self) -> list[Links]:
@@ -320,7 +326,29 @@ class Context(StepWatcher, Generic[S]):
         self.gradients.announce(True)
         for unit in self.units():
             unit.take_script_gradients()
+        self._begin_to_weigh()
         self.connections.log.begin_backward()
+
+    def _begin_to_weigh(self) -> None:
+        """Start to add up weights, if this backward sends gradients. Collective then.
+
+        Raises:
+            RuntimeError: a unit's own settings keep the mean from it.
+        """
+        self._backwards, self._scale = self._backwards + 1, None
+        switches = [unit.switches for unit in self.units() if unit.trains]
+        sends = any(each.reduce for each in switches)
+        if self.weights is not None:
+            self.weights.begin_backward()
+            if sends and not all(s.reduce and s.all_reduce and not s.divisor for s in switches):
+                raise RuntimeError(
+                    "with add_weight() all units send their gradients in the same backwards, to "
+                    "all replicas, and without a divisor of their own"
+                )
+            if sends:
+                self.weights.start(self._backwards)
+        if sends:
+            self._backwards = 0
 
     def prefetch_before(self, unit: Unit) -> None:
         """Starts to gather the unit whose backward comes after that of `unit`."""
@@ -340,7 +368,9 @@ class Context(StepWatcher, Generic[S]):
                 self._finish_all()
         if self._ends_soon:
             self.trim()
-        unit.start_reduce()
+        if self.weights is not None and self._scale is None:
+            self._scale = self.weights.scale()
+        unit.start_reduce(self._scale)
         self._reducing.append(unit)
 
     def _finish_oldest(self) -> None:
@@ -377,6 +407,8 @@ class Context(StepWatcher, Generic[S]):
                 unit.finish_sums()
         for unit in self.units():
             land(unit.dtype_shards)
+        if self.weights is not None and self._scale is not None:
+            self.weights.note_mean()
         self.ends_queued = False
         self.gradients.announce(False)
 

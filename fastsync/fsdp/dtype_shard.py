@@ -22,6 +22,7 @@ from fastsync.fsdp.post_forward import PostForwardShard
 from fastsync.fsdp.shard_layout import ChunkLayout, lay_out, whole_offsets
 from fastsync.fsdp.sharded_param import ShardedParam
 from fastsync.reducer import core
+from fastsync.reducer.mean_weights import Number
 
 __all__ = [
     "TRAINABLE",
@@ -386,7 +387,7 @@ class DtypeShard:
             self._layouts[trained] = (laid, self._core_layout_of(laid, codes))
         return self._layouts[trained]
 
-    def start_reduce(self, scale: float) -> bool:
+    def start_reduce(self, scale: Number) -> bool:
         """Send what has been accumulated; return whether there is anything to send. Collective."""
         trained = self.trained()
         if not trained:

@@ -17,6 +17,7 @@ from fastsync.fsdp.errors import RefusedError
 from fastsync.fsdp.module_hooks import State, state_of
 from fastsync.fsdp.param_group import Unit
 from fastsync.fsdp.step_records import Recording
+from fastsync.fsdp.weights import Weighted
 
 __all__ = ["FSDPModule", "register_fsdp_forward_method", "shard_class"]
 
@@ -229,7 +230,7 @@ def _unsupported(what: str) -> NotImplementedError:
     )
 
 
-class FSDPModule(_Gathering, _Reducing, Recording, TorchModule):
+class FSDPModule(_Gathering, _Reducing, Recording, Weighted, TorchModule):
     """A module that `fastsync.fully_shard` was applied to; torch's FSDPModule, too."""
 
     def __new__(cls, *args: object, **kwargs: object) -> FSDPModule:

@@ -69,6 +69,12 @@ class Place:
         """Return the number of ranks that gradients are averaged over."""
         return self.world * (1 if self.replicas is None else self.replicas.size())
 
+    def everybody(self) -> dist.ProcessGroup:
+        """Return all ranks of the mesh, if they have a group; otherwise those that share."""
+        if self.replicas is not None and default_group().size() == self.mesh.size():
+            return default_group()
+        return self.group
+
     @property
     def by_messages(self) -> bool:
         """Return whether shares can travel as messages of any size."""

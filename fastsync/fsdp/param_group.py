@@ -27,6 +27,7 @@ from fastsync.fsdp.mesh import Place
 from fastsync.fsdp.raw_param import RawShard
 from fastsync.fsdp.sharded_param import ShardedParam
 from fastsync.reducer import core
+from fastsync.reducer.mean_weights import Number
 
 __all__ = ["Moment", "Switches", "Unit"]
 
@@ -322,10 +323,15 @@ class Unit:
         for dtype_shard in self.dtype_shards:
             dtype_shard.keep_gradients()
 
-    def start_reduce(self) -> None:
-        """Send what has been accumulated. Collective."""
+    def start_reduce(self, scale: Number | None = None) -> None:
+        """Send what has been accumulated. Collective.
+
+        Args:
+            scale: replaces the divisor.
+        """
         self.owes = False
-        scale = 1.0 / (self.switches.divisor or self.place.ranks)
+        if scale is None:
+            scale = 1.0 / (self.switches.divisor or self.place.ranks)
         self._reducing = [
             dtype_shard for dtype_shard in self.dtype_shards if dtype_shard.start_reduce(scale)
         ]

@@ -9,9 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync._build.env import Env
-from fastsync._torch import default_group
 from fastsync.fsdp.context import Context
-from fastsync.fsdp.mesh import Place
 from fastsync.fsdp.module_hooks import State, state_of
 from fastsync.timeline.recorder import RecordedModel, Recorder
 from fastsync.timeline.stats import SyncStats, unit_stats
@@ -43,7 +41,7 @@ def record(
         raise RuntimeError("there is nothing to record: fully_shard() found no parameters")
     names = tuple(name for name, _ in root.named_parameters())
     model = RecordedModel(_kind(root), names, places[0].device, units=context.connections.infos)
-    context.recorder = Recorder(policy, model, group or _everybody(places[0]))
+    context.recorder = Recorder(policy, model, group or places[0].everybody())
     return context.recorder
 
 
@@ -79,13 +77,6 @@ def _states_below(root: nn.Module) -> list[State]:
 def _kind(module: nn.Module) -> str:
     """Return the name of its class before fully_shard()."""
     return type(module).__name__.removeprefix("FSDP")
-
-
-def _everybody(place: Place) -> dist.ProcessGroup:
-    """Return the ranks of a mesh, where they have a group; otherwise those that share."""
-    if place.replicas is not None and default_group().size() == place.mesh.size():
-        return default_group()
-    return place.group
 
 
 class Recording:

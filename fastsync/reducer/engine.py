@@ -30,6 +30,7 @@ from fastsync.reducer.buckets import (
     settled_order,
 )
 from fastsync.reducer.gradient_shards import ShardedUnit, Shares
+from fastsync.reducer.mean_weights import MeanWeights
 from fastsync.reducer.monitor import meeting_place, open_watch, watch_of
 from fastsync.reducer.routes import Routes
 from fastsync.reducer.step_timing import PaceWatch
@@ -63,6 +64,7 @@ class Engine:
         forwards: those so far whose backward is to synchronise.
         regrouped: a plan of this training replaced another one with different buckets.
         during: runs what all ranks do together between steps.
+        weights: those of the micro-batches; None: the script has given none.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Engine:
         self.pace = PaceWatch(self.core, group, Env.read().straggler_warn)
         self.on_step: Callable[[core.Reducer], None] | None = None
         self.during: Callable[[Callable[[], None]], None] = lambda task: task()
+        self.weights: MeanWeights | None = None
         me = weakref.ref(self)
         self.core.on_plan_due(lambda: _end_step(me))
         # Autograd reaches the last registered layers first.
@@ -198,7 +201,30 @@ class Engine:
         """Take part in one step of the other ranks, without gradients of its own."""
         if self.on_step is not None:
             self.on_step(self.core)
+        if self.weights is not None:
+            self.weights.shadow()
         self.core.shadow_step()
+
+    def use_weights(
+        self,
+        averages: Callable[[], Sequence[torch.Tensor | None]],
+        apart: Callable[[int], bool],
+    ) -> MeanWeights:
+        """Return what weights are given to; from now on they scale the gradients. See
+        `MeanWeights`.
+        """
+        device = self._params[0].tensor.device
+        weights = MeanWeights(self._group, str(self._identity()), device, averages, apart)
+        me = weakref.ref(self)
+
+        def start(backwards: int) -> None:
+            weights.start(backwards)
+            if (alive := me()) is not None:
+                alive.core.at_end(weights.note_mean)
+
+        self.core.use_weights(weights.begin_backward, start, weights.scale)
+        self.weights = weights
+        return weights
 
     def graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return the groups of parameters at which torch.compile splits a graph, one for each
@@ -230,6 +256,8 @@ class Engine:
             agreed: all ranks have the same plan now.
         """
         self._group = self.pace.group = group
+        self.weights = None
+        self.core.use_weights(None, None, None)
         self.core.use_group(resolvable_name(group))
         open_watch(group)
         self.core.use_watch(watch_of(group))
@@ -399,8 +427,10 @@ class Engine:
         return tuple(i for i, p in enumerate(self._params) if p.tensor.requires_grad)
 
     def _meeting_place(self) -> Rendezvous:
-        identity = zlib.crc32("\n".join(p.name for p in self._params).encode())
-        return meeting_place(self._group, f"plan-{identity}", Env.read().agree_timeout)
+        return meeting_place(self._group, f"plan-{self._identity()}", Env.read().agree_timeout)
+
+    def _identity(self) -> int:
+        return zlib.crc32("\n".join(p.name for p in self._params).encode())
 
     def _forget_plans(self) -> None:
         self._recent.clear()

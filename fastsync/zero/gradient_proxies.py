@@ -33,7 +33,9 @@ __all__ = [
     "GradientShards",
     "ShardGroup",
     "ShardedGradient",
+    "averages",
     "gather_foreign",
+    "is_spread",
     "lend_gradients",
     "make_whole",
 ]
@@ -446,3 +448,14 @@ def _unscale(
     _changed(faces)
     sharers.exchange.reduce(found_inf, "the search for infinities", dist.ReduceOp.MAX)
     return None
+
+
+def averages(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return the gradient of each parameter, or the part of it that this rank keeps."""
+    grads = (param.grad for param in params)
+    return [g.share.piece if isinstance(g, ShardedGradient) else g for g in grads]
+
+
+def is_spread(params: Sequence[torch.Tensor], index: int) -> bool:
+    """Return whether the gradient of a parameter is spread over the ranks."""
+    return isinstance(params[index].grad, ShardedGradient)

@@ -14,7 +14,7 @@ from fastsync.testing import run_ranks
 from tests.helpers.scripts import ROOT
 
 BF16 = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-# What a script passes to have a feature. Hooks and joins come after the model is built.
+# What a script passes to have a feature. Hooks, joins and weights come after the model is built.
 ASKED = {
     "communication hook": {},
     "device_mesh": {},
@@ -34,6 +34,7 @@ ASKED = {
     "sync": {"sync": "local:4"},
     "sync of local gradients": {"sync": "diloco:4"},
     "timeline": {"timeline": True},
+    "weights": {},
     "wire": {"wire": "int8"},
     "wire with a memory": {"wire": Wire("int8", "hierarchical")},
     "coded wire": {"wire": "int8"},
@@ -57,6 +58,8 @@ def built(features):
         model.register_comm_hook(None, lambda state, bucket: None)
     if "join" in features:
         model.join()
+    if "weights" in features:
+        model.add_weight(1)
     return model
 
 

@@ -1,0 +1,314 @@
+"""Weights of micro-batches: gradients are sums over all ranks, divided by the sum of all weights.
+
+The weights of a synchronised step are added up over the ranks while its backward begins, in one
+small collective. The sum is there before the first gradients are packed, which its reciprocal then
+scales, as 1 / ranks does otherwise. A script that gives no weight has none of this.
+
+[Note: means that are added to]
+A script that does not clear its gradients goes on with a mean: the next step has the sum of what
+they stand for and of what comes, divided by the sum of all these weights. The earlier mean is
+multiplied once for that. Where autograd adds to it, each rank takes an equal part of the earlier
+sum, before the first backward. Where it is kept apart from what autograd makes (gradient shards),
+it is multiplied once the new sum of weights is known. A gradient that is None has been cleared, and
+one of zeros that was written to since, as by `zero_grad(set_to_none=False)`.
+
+[Note: weights on a device]
+The host does not wait: sum and factor stay on the device. A mistake makes all gradients of the step
+NaN, and this rank raises the error later, once the host can see it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fastsync._build.env import Env
+from fastsync.faults.consensus import RankMismatchError
+from fastsync.reducer.monitor import awaited, meeting_place
+
+__all__ = ["MeanWeights", "Number"]
+
+Number = float | torch.Tensor  # a tensor is 0-d, fp64, on the device of the gradients
+
+
+class _Status(IntEnum):
+    """State of one rank's weights in a step."""
+
+    ABSENT = 0  # it has run out of inputs
+    NONE = 1
+    GIVEN = 2
+    ADDED = 3  # given, and the gradients hold an earlier mean
+    MISSING = 4
+    NEGATIVE = 5
+    NOT_FINITE = 6
+    HALF_CLEARED = 7
+    CHANGED = 8
+    WEIGHTLESS = 9
+
+
+_MISTAKES = {
+    _Status.NONE: "gave none",
+    _Status.ADDED: "did not clear the gradients of the last step, unlike the others",
+    _Status.MISSING: "gave none for one of several backwards",
+    _Status.NEGATIVE: "gave a negative one",
+    _Status.NOT_FINITE: "gave NaN or infinity",
+    _Status.HALF_CLEARED: "cleared some gradients of the last step and went on with others",
+    _Status.CHANGED: "changed gradients of the last step, which it did not clear",
+    _Status.WEIGHTLESS: "went on with gradients of a step without weights",
+}
+_REMEDY = (
+    "Call add_weight() on every rank, once for each micro-batch, before its backward and after the "
+    "last synchronised step, or on none"
+)
+
+
+class _Mean(NamedTuple):
+    """The mean of a step that has ended.
+
+    Attributes:
+        weight: the sum of its weights; None: it had none.
+        versions: of the gradients that hold it, by parameter; None where there is none.
+    """
+
+    weight: Number | None
+    versions: Sequence[int | None]
+
+
+class MeanWeights:
+    """The weights that a script gives one model.
+
+    Args:
+        group: the ranks that average.
+        name: the model; no other has the same.
+        device: of the gradients.
+        averages: returns the gradient of each parameter, or what this rank keeps of it.
+        apart: whether autograd does not add to that.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        name: str,
+        device: torch.device,
+        averages: Callable[[], Sequence[torch.Tensor | None]],
+        apart: Callable[[int], bool],
+    ) -> None:
+        self._group, self._rank, self._world = group, group.rank(), group.size()
+        self._device, self._averages, self._apart = device, averages, apart
+        self._meeting = meeting_place(group, f"weights-{name}", Env.read().agree_timeout)
+        self._have_met = False
+        self._new: Number | None = None  # weight of the running step's mean; None: it has none
+        self.plain_divisor = float(self._world)  # of steps without weights
+        self._step = 0
+        self._forget_given()
+        self._shared = torch.empty(0)  # the sum, then the status of each rank
+        self._work: dist.Work | None = None
+        self._last: _Mean | None = None  # until the next backward begins
+        self._earlier: Number | None = None  # weight of the mean that this step adds to
+        self._later: list[torch.Tensor] = []  # gradients to multiply when the sum is known
+        self._unseen: list[tuple[torch.Event, int, torch.Tensor]] = []
+
+    def _forget_given(self) -> None:
+        self._sum: Number = 0.0
+        self._given = 0
+        self._mistake: _Status | None = None
+        self._mistake_there: torch.Tensor | None = None  # among weights on the device
+
+    def add(self, weight: Number) -> None:
+        """Count `weight` in the next step that synchronises.
+
+        Raises:
+            RankMismatchError: the weights of a former step made no mean, on a device.
+            ValueError: it is not one number.
+        """
+        self._raise_what_is_seen()
+        if isinstance(weight, torch.Tensor):
+            if weight.numel() != 1 or weight.is_complex():
+                raise ValueError(f"a weight is one real number, not {tuple(weight.shape)}")
+            weight = weight.detach().reshape(()).to(torch.float64)
+        if isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
+            mistake = torch.where(weight < 0, float(_Status.NEGATIVE), 0.0)
+            mistake = torch.where(weight.isfinite(), mistake, float(_Status.NOT_FINITE))
+            former = self._mistake_there
+            self._mistake_there = mistake if former is None else torch.maximum(mistake, former)
+        else:
+            weight = float(weight)
+            if not math.isfinite(weight):
+                self._mistake = _Status.NOT_FINITE
+            elif weight < 0:
+                self._mistake = self._mistake or _Status.NEGATIVE
+        self._sum = self._sum + weight
+        self._given += 1
+
+    # --- a step
+
+    def begin_backward(self) -> None:
+        """Prepare gradients that hold the last mean, before a backward adds to them."""
+        last, self._last = self._last, None
+        if last is None:
+            return
+        kept = self._kept(last)
+        if kept and last.weight is None:
+            self._mistake = _Status.WEIGHTLESS
+        elif kept:
+            assert last.weight is not None
+            self._earlier = last.weight
+            for index, average in kept:
+                if self._apart(index):
+                    self._later.append(average)
+                else:
+                    average.mul_(last.weight / self._world)
+
+    def _kept(self, last: _Mean) -> list[tuple[int, torch.Tensor]]:
+        """Return the gradients that still hold the last mean, by parameter."""
+        kept, cleared, now = [], 0, self._averages()
+        for index, (version, average) in enumerate(zip(last.versions, now, strict=True)):
+            if version is None:
+                continue
+            if average is not None and average._version == version:
+                kept.append((index, average))
+                continue
+            cleared += 1
+            if average is not None and _is_known_nonzero(average):
+                self._mistake = _Status.CHANGED
+        if kept and cleared:
+            self._mistake = _Status.HALF_CLEARED
+        return kept
+
+    def start(self, backwards: int) -> None:
+        """Start to add up the weights of all ranks. Collective.
+
+        Args:
+            backwards: backwards since the last step, under `no_sync()` too, and the running one.
+        """
+        self._raise_what_is_seen()
+        if not self._have_met:
+            self._meeting.meet("the others to give weights", remedy=_REMEDY)
+            self._have_met = True
+        if not self._given and self._earlier is None:
+            status = _Status.NONE
+        elif self._given < backwards:
+            status = _Status.MISSING
+        else:
+            status = _Status.GIVEN if self._earlier is None else _Status.ADDED
+        if self._given and self._mistake is not None:
+            status = self._mistake
+        self._share(status)
+
+    def shadow(self) -> None:
+        """Take part in a step of the other ranks, without inputs. Collective."""
+        self._share(_Status.ABSENT)
+        self.scale()
+
+    def _share(self, status: _Status) -> None:
+        self._step += 1
+        self._shared = torch.zeros(1 + self._world, dtype=torch.float64, device=self._device)
+        total = self._shared.narrow(0, 0, 1)
+        mine = self._shared.narrow(0, 1 + self._rank, 1)
+        # Numbers are values of a kernel's arguments: a copy from the host would have it wait.
+        mine.fill_(float(status))
+        if isinstance(self._sum, torch.Tensor):
+            total.copy_(self._sum)
+        else:
+            total.fill_(self._sum)
+        if self._mistake_there is not None:
+            mine.copy_(torch.where(self._mistake_there > 0, self._mistake_there, mine))
+        self._forget_given()
+        if self._world > 1:
+            self._work = dist.all_reduce(self._shared, group=self._group, async_op=True)
+
+    def scale(self) -> Number:
+        """Wait for the sum, and return the factor of this step's gradients.
+
+        Raises:
+            RankMismatchError: the weights make no mean; names the ranks.
+        """
+        if self._work is not None:
+            awaited(self._group, f"the sum of the weights of step {self._step}", self._work)
+            self._work = None
+        earlier = 0.0 if self._earlier is None else self._earlier
+        self._earlier = None
+        later, self._later = self._later, []
+        if self._device.type != "cpu":
+            return self._scale_there(earlier, later)
+        added, *statuses = self._shared.tolist()
+        total = float(added + earlier)
+        if _are_plain(statuses):
+            self._new = None
+            return 1.0 / self.plain_divisor
+        if problem := _problem(total, statuses):
+            raise _no_mean(self._step, problem)
+        self._new = total
+        for average in later:
+            average.mul_(earlier / total)
+        return 1.0 / total
+
+    def _scale_there(self, earlier: Number, later: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the factor, NaN where the weights make no mean. See
+        [Note: weights on a device].
+        """
+        total, statuses = self._shared[0] + earlier, self._shared[1:]
+
+        def all_are(status: _Status) -> torch.Tensor:
+            return ((statuses == status) | (statuses == _Status.ABSENT)).all()
+
+        fits = all_are(_Status.GIVEN) | (statuses == _Status.ADDED).all()
+        fits = fits & total.isfinite() & (total > 0)
+        for average in later:
+            average.mul_(earlier / total)
+        facts = torch.cat((total.reshape(1), statuses))
+        on_host = torch.empty(facts.shape, dtype=torch.float64, pin_memory=True)
+        on_host.copy_(facts, non_blocking=True)
+        event = torch.get_device_module(self._device).Event()
+        event.record()
+        self._unseen.append((event, self._step, on_host))
+        self._new = total
+        scale = torch.where(fits, 1.0 / total, math.nan)
+        return torch.where(all_are(_Status.NONE), 1.0 / self.plain_divisor, scale)
+
+    def note_mean(self) -> None:
+        """Note the gradients that hold the mean, at the end of the step."""
+        versions = [None if a is None else a._version for a in self._averages()]
+        self._last = _Mean(self._new, versions)
+
+    def _raise_what_is_seen(self) -> None:
+        while self._unseen and self._unseen[0][0].query():
+            _, step, facts = self._unseen.pop(0)
+            total, *statuses = facts.tolist()
+            if not _are_plain(statuses) and (problem := _problem(total, statuses)):
+                raise _no_mean(step, problem)
+
+
+def _is_known_nonzero(average: torch.Tensor) -> bool:
+    """Return whether any element is not zero; False on devices, where the host would wait."""
+    return average.device.type == "cpu" and bool(average.count_nonzero())
+
+
+def _are_plain(statuses: Sequence[float]) -> bool:
+    return set(statuses) <= {_Status.NONE, _Status.ABSENT}
+
+
+def _problem(total: float, statuses: Sequence[float]) -> str:
+    """Return why these weights make no mean, with the ranks; empty if they do."""
+    present = set(statuses) - {_Status.ABSENT}
+    if present == {_Status.ADDED} and _Status.ABSENT in statuses:
+        ranks = [rank for rank, each in enumerate(statuses) if each == _Status.ABSENT]
+        return f"ranks {ranks} ran out of inputs, and the others added to the mean of the last step"
+    if present == {_Status.GIVEN} or present == {_Status.ADDED}:
+        if math.isfinite(total) and total > 0:
+            return ""
+        return "they are zero on all ranks" if total == 0 else f"their sum is {total}"
+    mistakes = []
+    for status in sorted(present - {_Status.GIVEN}):
+        ranks = [rank for rank, each in enumerate(statuses) if each == status]
+        mistakes.append(f"ranks {ranks} {_MISTAKES[_Status(int(status))]}")
+    return "; ".join(mistakes)
+
+
+def _no_mean(step: int, problem: str) -> RankMismatchError:
+    return RankMismatchError(f"the weights of step {step} make no mean: {problem}. {_REMEDY}")

@@ -1,0 +1,370 @@
+"""Weights of micro-batches: gradients are those of one process that has all samples."""
+
+import contextlib
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from fastsync import FastDDP, Faults, Wire
+from tests.helpers.teams import run_ranks
+
+# The samples of each rank's micro-batches, in each step.
+EVEN = [[2, 3], [4, 1]]
+SPARSE = [[3, 0, 2], [0, 0, 0]]
+THREE = [[1, 2, 3], [5, 0, 0], [2, 2, 9]]
+ALONE = [[2, 5, 1]]
+
+
+def whole(size, draw):
+    return torch.randint(-3, 4, size, generator=draw).float()
+
+
+def net():
+    """Return a model whose gradients are whole numbers, so that fp32 holds them exactly."""
+    draw = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 64), nn.ReLU(), nn.Linear(64, 3))
+    for param in model.parameters():
+        param.data = whole(param.shape, draw)
+    return model
+
+
+def samples(rank, step, micro, count):
+    draw = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
+    return whole((count, 5), draw), whole((count, 3), draw)
+
+
+def loss_of(model, rank, step, micro, count):
+    x, y = samples(rank, step, micro, count)
+    like = next(model.parameters())
+    return (model(x.to(like.dtype)) * y.to(like.dtype)).sum()
+
+
+def expected(splits, steps):
+    """Return the gradients of one process that has all samples, in fp64, step by step."""
+    model, found = net().double(), []
+    for step in range(steps):
+        model.zero_grad()
+        total = sum(map(sum, splits))
+        for rank, counts in enumerate(splits):
+            for micro, count in enumerate(counts):
+                (loss_of(model, rank, step, micro, count) / total).backward()
+        found.append([p.grad for p in model.parameters()])
+    return found
+
+
+def give(model, loss, count, form):
+    """Call backward in one of the forms that the documents have."""
+    if form == "mean":
+        loss = model.add_weight(count, mean=loss / max(count, 1))
+    elif form == "tensor":
+        model.add_weight(torch.tensor(count))
+    else:
+        model.add_weight(count)
+    loss.backward()
+
+
+def read(model):
+    """Return copies of the gradients, those of shards in whole. Collective with zero."""
+    return [p.grad.clone() for p in model.module.parameters()]
+
+
+def train(rank, world, splits, steps, options, form="sum", local=True, set_to_none=True):
+    """Return the gradients of each step. The optimizer steps by nothing."""
+    model = FastDDP(net(), bucket_cap_mb=0.0005, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none)
+        for micro, count in enumerate(splits[rank]):
+            last = micro == len(splits[rank]) - 1
+            with contextlib.nullcontext() if last or not local else model.no_sync():
+                give(model, loss_of(model, rank, step, micro, count), count, form)
+        found.append(read(model))
+        optimizer.step()
+    return found
+
+
+def distance(found, wanted):
+    """Return the difference of two lists of tensors, relative to the norm of the second."""
+    found, wanted = (torch.cat([t.flatten().double() for t in ts]) for ts in (found, wanted))
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def farthest(results, wanted):
+    return max(distance(f, w) for steps in results for f, w in zip(steps, wanted, strict=True))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("local", [True, False], ids=["no_sync", "every"])
+@pytest.mark.parametrize("splits", [EVEN, SPARSE, THREE, ALONE], ids=["even", "zero", "3", "alone"])
+def test_gradients_are_those_of_one_process(splits, local, zero):
+    options = {"zero": zero}
+    results = run_ranks(train, len(splits), splits, 4, options, "sum", local)
+    assert farthest(results, expected(splits, 4)) <= 2**-23
+
+
+@pytest.mark.parametrize("form", ["mean", "tensor"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_other_forms_and_gradients_that_are_zeroed(form, set_to_none):
+    for local in (True, False):
+        results = run_ranks(train, 2, EVEN, 3, {}, form, local, set_to_none)
+        assert farthest(results, expected(EVEN, 3)) <= 2**-23
+
+
+WIRES = {
+    "bf16": ("bf16", 2**-8),
+    "int8": ("int8", 0.01),
+    "gather": (Wire("int8", "gather"), 0.01),
+    "feedback": (Wire("int8", error_feedback=True), 0.02),
+    "fp8": ("fp8_e4m3", 0.05),
+    "memory": (Wire("fp32", shared_memory=False), 2**-23),
+}
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_every_wire_is_within_its_bound(name):
+    wire, bound = WIRES[name]
+    for zero in (0, 1):
+        results = run_ranks(train, 2, EVEN, 3, {"wire": wire, "zero": zero})
+        assert farthest(results, expected(EVEN, 3)) <= bound
+
+
+OPTIONS = {
+    "mixed": (
+        {"mixed_precision": _MixedPrecision(torch.bfloat16, torch.float32)},
+        2**-7,
+    ),
+    "reduce_dtype": (
+        {"mixed_precision": _MixedPrecision(torch.float32, torch.bfloat16)},
+        2**-7,
+    ),
+    "no views": ({"gradient_as_bucket_view": False}, 2**-23),
+    "static": ({"static_graph": True}, 2**-23),
+    "skip": ({"faults": Faults(nonfinite="skip")}, 2**-23),
+    "replicas": ({"faults": Faults(replicas=True)}, 2**-23),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_other_options_change_nothing(name):
+    options, bound = OPTIONS[name]
+    results = run_ranks(train, 2, EVEN, 3, options)
+    assert farthest(results, expected(EVEN, 3)) <= bound
+
+
+def kept(rank, world, plan, zero):
+    """Go on with the gradients of earlier steps, all in the same mean."""
+    model = FastDDP(net(), bucket_cap_mb=0.0005, zero=zero)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if zero:  # from its first step on, gradients are spread
+        give(model, loss_of(model, rank, 9, 0, 1), 1, "sum")
+        optimizer.step()
+        optimizer.zero_grad()
+    found = []
+    for step in range(3):
+        with model.no_sync():
+            give(model, loss_of(model, rank, step, 0, plan[rank][step]), plan[rank][step], "sum")
+        give(model, loss_of(model, rank, step, 1, 2), 2, "sum")
+        if step == 2 or not zero:  # to read spread gradients makes them whole
+            found.append(read(model))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_mean_that_is_not_cleared_goes_on(world, zero):
+    plan = [[2, 0, 5], [1, 4, 0], [0, 3, 1]][:world]
+    wanted = []
+    model, total = net().double(), 0
+    sums = [torch.zeros_like(p) for p in model.parameters()]
+    for step in range(3):
+        for rank in range(world):
+            for micro, count in enumerate((plan[rank][step], 2)):
+                model.zero_grad()
+                loss_of(model, rank, step, micro, count).backward()
+                sums = [s + p.grad for s, p in zip(sums, model.parameters(), strict=True)]
+                total += count
+        wanted.append([s / total for s in sums])
+    # Each step rounds the mean once more.
+    results = run_ranks(kept, world, plan, zero)
+    assert farthest(results, wanted[-1:] if zero else wanted) <= 3 * 2**-23
+
+
+def clipped(rank, world, form):
+    model = FastDDP(net(), bucket_cap_mb=0.0005)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        counts = EVEN[rank]
+        for micro, count in enumerate(counts):
+            with contextlib.nullcontext() if micro else model.no_sync():
+                loss = loss_of(model, rank, step, micro, count)
+                model.add_weight(count)
+                scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = model.clip_grad_norm_(1.0) if form == "ours" else None
+        if norm is None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return float(norm), read(model)
+
+
+@pytest.mark.parametrize("form", ["ours", "torch"])
+def test_clipping_and_loss_scaling_see_the_mean(form):
+    wanted = expected(EVEN, 3)[-1]
+    norm = float(torch.cat([w.flatten() for w in wanted]).norm())
+    for found, grads in run_ranks(clipped, 2, form):
+        assert abs(found - norm) <= 1e-6 * norm
+        assert distance(grads, [w / norm for w in wanted]) <= 1e-5
+
+
+def joined(rank, world, local):
+    """Rank 1 has inputs for one step, rank 0 for three."""
+    model = FastDDP(net(), bucket_cap_mb=0.0005)
+    found = []
+    with model.join():
+        for step in range(3 if rank == 0 else 1):
+            model.zero_grad()
+            if local:
+                with model.no_sync():
+                    give(model, loss_of(model, rank, step, 0, 3), 3, "sum")
+            give(model, loss_of(model, rank, step, 1, 2), 2, "sum")
+            found.append(read(model))
+    return found
+
+
+def test_ranks_without_inputs_weigh_nothing():
+    splits = [[[0, 2], [0, 2]], [[0, 2], [0, 0]], [[0, 2], [0, 0]]]
+    first, _ = run_ranks(joined, 2, False)
+    for step, counts in enumerate(splits):
+        model = net().double()
+        total = sum(map(sum, counts))
+        for rank, (_, count) in enumerate(counts):
+            (loss_of(model, rank, step, 1, count) / total).backward()
+        assert distance(first[step], [p.grad for p in model.parameters()]) <= 2**-23
+
+
+def plain_and_weighted(rank, world):
+    """Steps without any weight are means over ranks, as ever."""
+    model = FastDDP(net(), bucket_cap_mb=0.0005)
+    found = []
+    for step in range(4):
+        model.zero_grad()
+        loss = loss_of(model, rank, step, 0, 2 + rank)
+        if step % 2:
+            model.add_weight(2 + rank)
+        loss.backward()
+        found.append(read(model))
+    return found
+
+
+def test_steps_without_weights_stay_means_over_ranks():
+    results = run_ranks(plain_and_weighted, 2)
+    for step in range(4):
+        model = net().double()
+        for rank in range(2):
+            loss_of(model, rank, step, 0, 2 + rank).backward()
+        by = 5 if step % 2 else 2
+        wanted = [p.grad / by for p in model.parameters()]
+        assert all(distance(found[step], wanted) <= 2**-23 for found in results)
+
+
+# --- mistakes
+
+
+def mistaken(rank, world, kind, step_of_mistake, zero):
+    model = FastDDP(net(), bucket_cap_mb=0.0005, zero=zero)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(3):
+        wrong = kind if step == step_of_mistake else ""
+        if wrong != "half" or rank == 0:
+            optimizer.zero_grad()
+        if wrong == "half":
+            model.module[0].weight.grad = None
+        try:
+            for micro in range(2):
+                with contextlib.nullcontext() if micro else model.no_sync():
+                    loss = loss_of(model, rank, step, micro, 2)
+                    weight = 2.0
+                    if wrong == "zero":
+                        weight = 0
+                    if rank == 1 and micro == 0:
+                        weight = {"negative": -3, "nan": float("nan")}.get(wrong, weight)
+                    missing = (wrong == "missing" and micro == 0) or wrong == "none"
+                    if not (rank == 1 and missing):
+                        model.add_weight(weight)
+                    loss.backward()
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}", step
+        optimizer.step()
+    return "", -1
+
+
+MISTAKES = {
+    "zero": "they are zero on all ranks",
+    "negative": "ranks [1] gave a negative one",
+    "nan": "ranks [1] gave NaN or infinity",
+    "missing": "ranks [1] gave none for one of several backwards",
+    "none": "ranks [1] gave none",
+    "half": "ranks [1] cleared some gradients of the last step and went on with others",
+}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_mistakes_are_errors_on_every_rank_that_name_the_ranks(kind, zero):
+    for found, step in run_ranks(mistaken, 2, kind, 1, zero):
+        assert step == 1 and found.startswith("RankMismatchError"), found
+        assert MISTAKES[kind] in found
+
+
+def test_the_first_weight_on_one_rank_alone():
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(raising_alone, 2)
+    text = str(caught.value)
+    assert "ranks [1] did not come" in text and "Call add_weight() on every rank" in text
+
+
+def raising_alone(rank, world):
+    os.environ["FASTSYNC_AGREE_TIMEOUT"] = "1"
+    model = FastDDP(net())
+    loss = loss_of(model, rank, 0, 0, 2)
+    if rank == 0:
+        model.add_weight(2)
+    loss.backward()
+
+
+def not_numbers(rank, world):
+    model = FastDDP(net())
+    texts = []
+    for weight in (torch.ones(2), torch.ones((), dtype=torch.complex64), "3 tokens"):
+        try:
+            model.add_weight(weight)
+        except (TypeError, ValueError) as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_weight_is_one_number():
+    assert all(len(texts) == 3 for texts in run_ranks(not_numbers, 2))
+
+
+def refused(rank, world):
+    model = FastDDP(net())
+    model.add_weight(1)
+    try:
+        model.register_comm_hook(None, lambda state, bucket: None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_hook_after_a_weight_is_refused():
+    for text in run_ranks(refused, 2):
+        assert "add_weight() does not go with a communication hook" in text
