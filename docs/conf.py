@@ -23,7 +23,10 @@ html_show_sphinx = False
 HERE = Path(__file__).resolve().parent
 # The order of reading. Sphinx warns of a page that is not listed here.
 PAGES = {
-    "Use": ["drop-in", "mpi", "tuning", "wire", "zero", "zero3", "sync", "faults", "planner"],
+    "Use": [
+        *("drop-in", "mpi", "tuning", "means", "wire", "zero", "zero3", "sync", "faults"),
+        "planner",
+    ],
     "Look up": ["api", "troubleshooting", "benchmarks", "upgrade"],
     "Inside": ["how-it-works", "gpu"],
 }

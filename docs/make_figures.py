@@ -169,16 +169,57 @@ def gradient_way() -> str:
     return document(parts)
 
 
-def document(parts: list[str]) -> str:
+MICRO = (((0, 3), (1, 5)), ((0, 4), (1, 0)))  # micro-batches of each rank: number, tokens
+
+
+def means() -> str:
+    """How the weights of micro-batches become the factor of gradients."""
+    parts: list[str] = []
+    left, each, sums = 96, 132, 432
+    for rank, (micros, y) in enumerate(zip(MICRO, (66, 156), strict=True)):
+        parts.append(text(30, y + 22, f"rank {rank}", 13, font_weight="bold"))
+        for number, tokens in micros:
+            x = left + number * (each + 12)
+            parts += [
+                rect(x, y, each, 34, COLOURS[number]),
+                text(x + each / 2, y + 22, f"backward, {tokens} tokens", 12, text_anchor="middle"),
+            ]
+        total = sum(tokens for _, tokens in micros)
+        parts += [
+            arrow((left + 2 * each + 14, y + 17), (sums - 34, 128)),
+            text(left + 2 * each + 36, y + (10 if rank == 0 else 40), f"w = {total}", 12, FAINT),
+        ]
+    parts += [
+        f'<circle cx="{sums}" cy="128" r="30" fill="{COLOURS[2]}" stroke="{INK}"/>',
+        text(sums, 133, "W = 12", 13, text_anchor="middle"),
+        arrow((sums + 32, 128), (560, 128)),
+        rect(562, 104, 130, 48, BOX),
+        text(627, 124, "pack", 13, text_anchor="middle", font_weight="bold"),
+        text(627, 142, "gradient / 12", 12, text_anchor="middle"),
+        arrow((694, 128), (764, 128)),
+        rect(766, 104, 146, 48, BOX),
+        text(839, 124, "all-reduce", 13, text_anchor="middle", font_weight="bold"),
+        text(839, 142, "mean of 12 tokens", 12, text_anchor="middle"),
+    ]
+    parts += step(1, 106, 30, "add_weight", "each micro-batch, before its backward")
+    parts += step(2, 400, 30, "the weights' sum", "starts with the backward that", "synchronises")
+    parts += step(3, 640, 30, "scale once", "where 1/N would be, before", "the first bucket leaves")
+    return document(parts, 212)
+
+
+def document(parts: list[str], height: int = HEIGHT) -> str:
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-        f'height="{HEIGHT}" font-family="Helvetica, Arial, sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'height="{height}" font-family="Helvetica, Arial, sans-serif">'
     )
-    paper = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="6" fill="{PAPER}"/>'
+    paper = f'<rect width="{WIDTH}" height="{height}" rx="6" fill="{PAPER}"/>'
     return "\n".join([head, paper, *parts, "</svg>"]) + "\n"
 
 
-FIGURES: dict[str, Callable[[], str]] = {"gradient-way.svg": gradient_way}
+FIGURES: dict[str, Callable[[], str]] = {
+    "gradient-way.svg": gradient_way,
+    "means.svg": means,
+}
 
 
 def main() -> int:

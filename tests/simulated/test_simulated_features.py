@@ -114,6 +114,17 @@ class Scaled:
         self.scaler.update()
 
 
+def weighted(model, rank, step, device):
+    """Give weights as numbers and as tensors of the device; rank 1 has nothing in one step."""
+    for micro in range(2):
+        weight = 0.0 if rank and step == 1 else 1.0 + rank + 2 * micro
+        last = micro or not hasattr(model, "no_sync") or step == 2
+        with nullcontext() if last else model.no_sync():
+            loss = weight * loss_of(model, words(rank, 2 * step + micro).to(device))
+            model.add_weight(torch.tensor(weight, device=device) if step % 2 else weight)
+            loss.backward()
+
+
 class Sparse(nn.Module):
     def __init__(self):
         super().__init__()
@@ -276,6 +287,16 @@ AGAINST_CPU = {
     "parameter wire": fast(zero=2, wire="int8", parameter_wire="int8"),
     "parameter wire, zero=3": fast(zero=3, wire="int8", parameter_wire="int8"),
 }
+WEIGHTED = {
+    "weights": fast(),
+    "weights, small buckets": fast(bucket_cap_mb=0.002),
+    "weights, zero=1": fast(zero=1),
+    "weights, zero=2": fast(zero=2),
+    "weights, zero=3": fast(zero=3),
+    "weights, int8": fast(wire="int8"),
+    "weights, int8, zero=3": fast(wire="int8", zero=3),
+    "weights, own streams": fast(bucket_cap_mb=0.002),
+}
 
 
 def detected(run):
@@ -300,9 +321,13 @@ def made(scaled):
 
 
 def on_both_devices(rank, world, feature):
-    wrap = AGAINST_CPU[feature]
-    got, races = detected(lambda: train(wrap, rank, optimizer="sgd"))
-    return got, train(wrap, rank, device="cpu", optimizer="sgd"), races
+    wrap, parts = AGAINST_CPU.get(feature), {}
+    if wrap is None:
+        wrap, parts = WEIGHTED[feature], {"backward": weighted}
+        if "own streams" in feature:
+            parts["model"] = TwoStreams
+    got, races = detected(lambda: train(wrap, rank, optimizer="sgd", **parts))
+    return got, train(wrap, rank, device="cpu", optimizer="sgd", **parts), races
 
 
 def missing(rank, world, feature):
@@ -351,6 +376,12 @@ def test_result_is_the_cpus(feature):
     """But for codes: where a number lies between two of them, its last bit decides."""
     limit = 2e-2 if "masters" in feature or "mixed" in feature else 2e-3
     compare(run_simulated(on_both_devices, 2, feature), limit)
+
+
+@pytest.mark.slow(but=("weights", "weights, zero=2", "weights, zero=3"))
+@pytest.mark.parametrize("feature", WEIGHTED)
+def test_weighted_results_are_the_cpus(feature):
+    compare(run_simulated(on_both_devices, 2, feature), 2e-3)
 
 
 def hybrid(rank, world):

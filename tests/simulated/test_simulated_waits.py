@@ -3,6 +3,8 @@
 tests/gpu/test_host_waits.py finds places in the code that no test here reaches.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn, optim
@@ -64,6 +66,14 @@ def accumulated(model, opt, backward):
     opt.step()
 
 
+def weighted(model, opt, backward):
+    for micro in range(2):
+        model.add_weight(torch.full((), 3.0, device=DEVICE) if micro else 2)
+        with nullcontext() if micro or not hasattr(model, "no_sync") else model.no_sync():
+            backward()
+    opt.step()
+
+
 def accumulated_often(model, opt, backward):
     """The host is ahead of its device by all backwards: the device is busy before the first one."""
     busy = torch.ones(1200, 1200, device=DEVICE)
@@ -113,6 +123,10 @@ NEVER = {
     "accumulation, zero=1": (fast(zero=1), accumulated),
     "accumulation, zero=2": (fast(zero=2), accumulated),
     "long accumulation, zero=2": (fast(zero=2), accumulated_often),
+    "weights": (fast(), weighted),
+    "weights, zero=2": (fast(zero=2), weighted),
+    "weights, int8": (fast(wire="int8"), weighted),
+    "weights, fully_shard": (by_block(fastsync.fully_shard), weighted),
     "small buckets, zero=2": (fast(zero=2, bucket_cap_mb=0.002), plain),
 }
 
