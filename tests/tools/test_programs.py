@@ -27,6 +27,7 @@ EXAMPLES = {
     "limited_memory": ("--help",),
     "manual_parallel": ("--rounds", "2", "--steps", "1"),
     "mpi": ("--help",),
+    "padded": ("--steps", "3"),
     "ring_allreduce": ("--ranks", "2", "--numel", "10"),
     "training": TRAINING,
 }
