@@ -344,6 +344,181 @@ def test_accelerate_triggers_a_sync(zero):
         assert close(fast, expected)
 
 
+# --- means over tokens, which these libraries add up over the ranks by an all-reduce of their own
+
+
+class Sequences(Dataset):
+    """Sequences, most of whose tokens count in every second batch alone."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        labels = torch.randn(6, generator=generator)
+        labels[torch.rand(6, generator=generator) < (0.1 if index // 4 % 2 else 0.8)] = -100
+        return {"x": torch.randn(6, 8, generator=generator), "labels": labels}
+
+
+class Tokens(nn.Module):
+    """Model as Transformers has them: its loss is a sum over tokens, divided by their number."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, x, labels, num_items_in_batch=None, **kwargs):
+        counts = labels != -100
+        lost = (self.body(x).squeeze(-1) - labels)[counts].square().sum()
+        return {"loss": lost / (counts.sum() if num_items_in_batch is None else num_items_in_batch)}
+
+
+def tokens_of(batch):
+    return (batch["labels"] != -100).sum()
+
+
+def summed(tokens):
+    tokens = tokens.clone()
+    torch.distributed.all_reduce(tokens)
+    return tokens
+
+
+def accelerate_by_tokens(rank, world):
+    as_torchrun(rank, world)
+    from accelerate import Accelerator
+
+    def trained(zero):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = Tokens()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with chosen(zero):
+            model, optimizer, loader = accelerator.prepare(
+                model, optimizer, DataLoader(Sequences(), batch_size=4)
+            )
+        batches = list(loader)
+        for first in range(0, len(batches), 2):
+            micros = batches[first : first + 2]
+            if zero is None:
+                total = summed(sum(map(tokens_of, micros)))
+            for i, batch in enumerate(micros):
+                with contextlib.nullcontext() if i else accelerator.no_sync(model):
+                    if zero is None:
+                        loss = 2 * world * model(**batch, num_items_in_batch=total)["loss"]
+                    else:
+                        loss = model(**batch, num_items_in_batch=1)["loss"]
+                        model.add_weight(tokens_of(batch) / accelerator.gradient_accumulation_steps)
+                    accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    return [trained(None), trained(0), trained(1)]
+
+
+def trainer_by_tokens(rank, world, folder):
+    as_torchrun(rank, world)
+    from transformers import Trainer, TrainingArguments
+
+    class Weighted(Trainer):
+        def compute_loss(self, model, inputs, *args, num_items_in_batch=None, **kwargs):
+            model.add_weight(tokens_of(inputs))
+            return super().compute_loss(model, inputs, *args, num_items_in_batch=1, **kwargs)
+
+    def trained(zero):
+        arguments = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            max_steps=4,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            average_tokens_across_devices=zero is None,
+            optim="sgd",
+            learning_rate=0.1,
+            max_grad_norm=0,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            ddp_find_unused_parameters=False,
+        )
+        kind = Trainer if zero is None else Weighted
+        trainer = kind(model=Tokens(), args=arguments, train_dataset=Sequences())
+        with chosen(zero):
+            trainer.train()
+        return weights(trainer.model)
+
+    return [trained(None), trained(0), trained(1)]
+
+
+def lightning_by_tokens(rank, world):
+    as_torchrun(rank, world)
+    import lightning
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    from lightning.pytorch.strategies import DDPStrategy
+
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Tokens()
+
+        def training_step(self, batch):
+            model, tokens = self.trainer.strategy.model, tokens_of(batch)
+            if isinstance(model, FastDDP):
+                model.add_weight(tokens / self.trainer.accumulate_grad_batches)
+                return self.model(**batch, num_items_in_batch=1)["loss"]
+            return world * self.model(**batch, num_items_in_batch=summed(tokens))["loss"]
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def trained(strategy, accumulate):
+        module = Module()
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=world,
+            strategy=strategy,
+            plugins=[TorchElasticEnvironment()],
+            max_steps=4,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accumulate_grad_batches=accumulate,
+        )
+        trainer.fit(module, DataLoader(Sequences(), batch_size=4 * (3 - accumulate)))
+        return weights(module.model)
+
+    options = {"process_group_backend": "gloo"}
+    fast = integrations.FastDDPStrategy
+    found = [trained(DDPStrategy(**options), 1)]
+    found += [trained(fast(zero=zero, **options), 1) for zero in (0, 1)]
+    return [*found, trained(fast(**options), 2)]
+
+
+def compare_means(results):
+    for wanted, *others in results:
+        assert not close(wanted, weights(Tokens()))
+        for found in others:
+            assert close(found, wanted)
+
+
+def test_accelerates_mean_over_tokens():
+    pytest.importorskip("accelerate")
+    compare_means(run_ranks(accelerate_by_tokens, 2, timeout=TIMEOUT))
+
+
+def test_num_items_in_batch_of_transformers(tmp_path):
+    pytest.importorskip("transformers")
+    compare_means(run_ranks(trainer_by_tokens, 2, str(tmp_path), timeout=TIMEOUT))
+
+
+def test_lightnings_mean_over_tokens():
+    pytest.importorskip("lightning")
+    compare_means(run_ranks(lightning_by_tokens, 2, timeout=TIMEOUT))
+
+
 def replaced(rank, world):
     with integrations.in_place_of_ddp(wire="bf16") as kind:
         assert nn.parallel.DistributedDataParallel is kind
