@@ -220,7 +220,9 @@ void Reducer::note_backward() {
   if (backward == known_backward_) return;
   known_backward_ = backward;
   ++backwards_;
-  if (weighing_.begin_backward) weighing_.begin_backward();
+  if (!weighing_.begin_backward) return;
+  const auto used = [](const auto& param) { return param->used; };
+  weighing_.begin_backward(std::any_of(params_.begin(), params_.end(), used));
 }
 
 // Under the lock. Runs inside a backward, whose final callback ends the step.

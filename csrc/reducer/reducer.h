@@ -92,8 +92,9 @@ struct ForwardAdvice {
 // Calls to Python where the script gives its micro-batches weights, once in a backward or a step. See
 // fastsync/reducer/mean_weights.py.
 struct Weighing {
-  // A backward has reached outputs, and has not accumulated anything.
-  std::function<void()> begin_backward;
+  // A backward has reached outputs, and has not accumulated anything. The argument: earlier ones
+  // have, since the last synchronised step.
+  std::function<void(bool)> begin_backward;
   // A synchronised step begins, with so many backwards since the last one.
   std::function<void(int64_t)> start;
   // Returns the factor of the step's gradients. May wait for other ranks.

@@ -116,9 +116,7 @@ class DDPReducer:
         awaited(self.engine.group, "the count of ranks in join()", work)
         active = int(work.result()[0].item())
         divisor = self._initial_world if use_initial_world_size else active
-        self.engine.core.set_divisor(float(divisor))
-        if self.engine.weights is not None:
-            self.engine.weights.plain_divisor = float(divisor)
+        self.engine.set_divisor(float(divisor))
 
     def _push_all_rebuilt_params(self) -> None:
         """Do nothing: plans are made from rank 0's order."""

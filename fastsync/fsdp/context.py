@@ -339,14 +339,14 @@ class Context(StepWatcher, Generic[S]):
         switches = [unit.switches for unit in self.units() if unit.trains]
         sends = any(each.reduce for each in switches)
         if self.weights is not None:
-            self.weights.begin_backward()
+            self.weights.begin_backward(accumulated=False)  # what is kept here is not cleared
             if sends and not all(s.reduce and s.all_reduce and not s.divisor for s in switches):
                 raise RuntimeError(
                     "with add_weight() all units send their gradients in the same backwards, to "
                     "all replicas, and without a divisor of their own"
                 )
             if sends:
-                self.weights.start(self._backwards)
+                self.weights.start(self._backwards, self.units()[0].place.ranks)
         if sends:
             self._backwards = 0
 

@@ -104,6 +104,7 @@ class Engine:
         self.on_step: Callable[[core.Reducer], None] | None = None
         self.during: Callable[[Callable[[], None]], None] = lambda task: task()
         self.weights: MeanWeights | None = None
+        self._divisor = float(group.size())
         me = weakref.ref(self)
         self.core.on_plan_due(lambda: _end_step(me))
         # Autograd reaches the last registered layers first.
@@ -205,6 +206,11 @@ class Engine:
             self.weights.shadow()
         self.core.shadow_step()
 
+    def set_divisor(self, divisor: float) -> None:
+        """Divide sums of gradients without weights by another number than that of the ranks."""
+        self._divisor = divisor
+        self.core.set_divisor(divisor)
+
     def use_weights(
         self,
         averages: Callable[[], Sequence[torch.Tensor | None]],
@@ -218,9 +224,10 @@ class Engine:
         me = weakref.ref(self)
 
         def start(backwards: int) -> None:
-            weights.start(backwards)
-            if (alive := me()) is not None:
-                alive.core.at_end(weights.note_mean)
+            alive = me()
+            assert alive is not None, "a backward of a model that is gone"
+            weights.start(backwards, alive._divisor)
+            alive.core.at_end(weights.note_mean)
 
         self.core.use_weights(weights.begin_backward, start, weights.scale)
         self.weights = weights
@@ -258,6 +265,7 @@ class Engine:
         self._group = self.pace.group = group
         self.weights = None
         self.core.use_weights(None, None, None)
+        self._divisor = float(group.size())
         self.core.use_group(resolvable_name(group))
         open_watch(group)
         self.core.use_watch(watch_of(group))

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -67,6 +68,48 @@ _REMEDY = (
 )
 
 
+@dataclass
+class _Given:
+    """Weights of some micro-batches of this rank.
+
+    Attributes:
+        total: their sum.
+        count: how many there are.
+        mistake: the worst in them; `mistake_there`: likewise in those on the device, 0: none.
+    """
+
+    total: Number = 0.0
+    count: int = 0
+    mistake: _Status = _Status.ABSENT
+    mistake_there: torch.Tensor | None = None
+
+    def add(self, other: _Given) -> None:
+        self.total = self.total + other.total
+        self.count += other.count
+        self.mistake = max(self.mistake, other.mistake)
+        there = [m for m in (self.mistake_there, other.mistake_there) if m is not None]
+        self.mistake_there = torch.stack(there).amax() if there else None
+
+    @classmethod
+    def one(cls, weight: Number) -> _Given:
+        """
+        Raises:
+            ValueError: it is not one number.
+        """
+        if isinstance(weight, torch.Tensor):
+            if weight.numel() != 1 or weight.is_complex():
+                raise ValueError(f"a weight is one real number, not {tuple(weight.shape)}")
+            weight = weight.detach().reshape(()).to(torch.float64)
+            if weight.device.type != "cpu":
+                mistake = torch.where(weight < 0, float(_Status.NEGATIVE), 0.0)
+                mistake = torch.where(weight.isfinite(), mistake, float(_Status.NOT_FINITE))
+                return cls(weight, 1, mistake_there=mistake)
+        weight = float(weight)
+        if not math.isfinite(weight):
+            return cls(weight, 1, _Status.NOT_FINITE)
+        return cls(weight, 1, _Status.NEGATIVE if weight < 0 else _Status.ABSENT)
+
+
 class _Mean(NamedTuple):
     """The mean of a step that has ended.
 
@@ -103,21 +146,24 @@ class MeanWeights:
         self._meeting = meeting_place(group, f"weights-{name}", Env.read().agree_timeout)
         self._have_met = False
         self._new: Number | None = None  # weight of the running step's mean; None: it has none
-        self.plain_divisor = float(self._world)  # of steps without weights
+        self._divisor = float(self._world)  # of a step without weights
         self._step = 0
-        self._forget_given()
+        self._status = _Status.NONE  # of this rank in the running step
+        self._is_open = False  # that step has begun and not ended
+        self._fresh = _Given()  # since a backward began
+        self._forget()
         self._shared = torch.empty(0)  # the sum, then the status of each rank
         self._work: dist.Work | None = None
         self._last: _Mean | None = None  # until the next backward begins
-        self._earlier: Number | None = None  # weight of the mean that this step adds to
-        self._later: list[torch.Tensor] = []  # gradients to multiply when the sum is known
         self._unseen: list[tuple[torch.Event, int, torch.Tensor]] = []
 
-    def _forget_given(self) -> None:
-        self._sum: Number = 0.0
-        self._given = 0
-        self._mistake: _Status | None = None
-        self._mistake_there: torch.Tensor | None = None  # among weights on the device
+    def _forget(self) -> None:
+        """Forget the backwards since the last step, or since the gradients were cleared."""
+        self._given = _Given()
+        self._backwards = 0
+        self._cleared = False
+        self._earlier: Number | None = None  # weight of the mean that these backwards add to
+        self._later: list[torch.Tensor] = []  # gradients to multiply when the sum is known
 
     def add(self, weight: Number) -> None:
         """Count `weight` in the next step that synchronises.
@@ -127,34 +173,33 @@ class MeanWeights:
             ValueError: it is not one number.
         """
         self._raise_what_is_seen()
-        if isinstance(weight, torch.Tensor):
-            if weight.numel() != 1 or weight.is_complex():
-                raise ValueError(f"a weight is one real number, not {tuple(weight.shape)}")
-            weight = weight.detach().reshape(()).to(torch.float64)
-        if isinstance(weight, torch.Tensor) and weight.device.type != "cpu":
-            mistake = torch.where(weight < 0, float(_Status.NEGATIVE), 0.0)
-            mistake = torch.where(weight.isfinite(), mistake, float(_Status.NOT_FINITE))
-            former = self._mistake_there
-            self._mistake_there = mistake if former is None else torch.maximum(mistake, former)
-        else:
-            weight = float(weight)
-            if not math.isfinite(weight):
-                self._mistake = _Status.NOT_FINITE
-            elif weight < 0:
-                self._mistake = self._mistake or _Status.NEGATIVE
-        self._sum = self._sum + weight
-        self._given += 1
+        self._fresh.add(_Given.one(weight))
 
     # --- a step
 
-    def begin_backward(self) -> None:
-        """Prepare gradients that hold the last mean, before a backward adds to them."""
+    def begin_backward(self, accumulated: bool) -> None:
+        """Prepare gradients that hold the last mean, before a backward adds to them.
+
+        Args:
+            accumulated: backwards have left gradients since the last synchronised step.
+        """
+        now = self._averages()
+        cleared = accumulated and all(average is None for average in now)
+        if cleared or self._is_open:  # the last step has failed
+            self._forget()
+            self._cleared, self._is_open = True, False
+        self._given.add(self._fresh)
+        self._fresh = _Given()
+        self._backwards += 1
         last, self._last = self._last, None
-        if last is None:
-            return
-        kept = self._kept(last)
+        if last is not None:
+            self._go_on(last, now)
+
+    def _go_on(self, last: _Mean, now: Sequence[torch.Tensor | None]) -> None:
+        """Prepare the gradients that still hold the last mean."""
+        kept = self._kept(last, now)
         if kept and last.weight is None:
-            self._mistake = _Status.WEIGHTLESS
+            self._given.mistake = _Status.WEIGHTLESS
         elif kept:
             assert last.weight is not None
             self._earlier = last.weight
@@ -164,9 +209,11 @@ class MeanWeights:
                 else:
                     average.mul_(last.weight / self._world)
 
-    def _kept(self, last: _Mean) -> list[tuple[int, torch.Tensor]]:
+    def _kept(
+        self, last: _Mean, now: Sequence[torch.Tensor | None]
+    ) -> list[tuple[int, torch.Tensor]]:
         """Return the gradients that still hold the last mean, by parameter."""
-        kept, cleared, now = [], 0, self._averages()
+        kept, cleared = [], 0
         for index, (version, average) in enumerate(zip(last.versions, now, strict=True)):
             if version is None:
                 continue
@@ -175,50 +222,54 @@ class MeanWeights:
                 continue
             cleared += 1
             if average is not None and _is_known_nonzero(average):
-                self._mistake = _Status.CHANGED
+                self._given.mistake = _Status.CHANGED
         if kept and cleared:
-            self._mistake = _Status.HALF_CLEARED
+            self._given.mistake = _Status.HALF_CLEARED
         return kept
 
-    def start(self, backwards: int) -> None:
+    def start(self, backwards: int, divisor: float) -> None:
         """Start to add up the weights of all ranks. Collective.
 
         Args:
             backwards: backwards since the last step, under `no_sync()` too, and the running one.
+            divisor: of the sums of gradients, where no rank has given a weight.
         """
-        self._raise_what_is_seen()
+        self._divisor = divisor
         if not self._have_met:
             self._meeting.meet("the others to give weights", remedy=_REMEDY)
             self._have_met = True
-        if not self._given and self._earlier is None:
-            status = _Status.NONE
-        elif self._given < backwards:
-            status = _Status.MISSING
-        else:
-            status = _Status.GIVEN if self._earlier is None else _Status.ADDED
-        if self._given and self._mistake is not None:
-            status = self._mistake
-        self._share(status)
+        self._share(self._status_of(self._backwards if self._cleared else backwards))
+
+    def _status_of(self, backwards: int) -> _Status:
+        if not self._given.count and self._earlier is None:
+            return _Status.NONE
+        if self._given.mistake:
+            return self._given.mistake
+        if self._given.count < backwards:
+            return _Status.MISSING
+        return _Status.GIVEN if self._earlier is None else _Status.ADDED
 
     def shadow(self) -> None:
         """Take part in a step of the other ranks, without inputs. Collective."""
         self._share(_Status.ABSENT)
         self.scale()
+        self._is_open = False
 
     def _share(self, status: _Status) -> None:
         self._step += 1
+        self._status, self._is_open = status, True
         self._shared = torch.zeros(1 + self._world, dtype=torch.float64, device=self._device)
         total = self._shared.narrow(0, 0, 1)
         mine = self._shared.narrow(0, 1 + self._rank, 1)
         # Numbers are values of a kernel's arguments: a copy from the host would have it wait.
         mine.fill_(float(status))
-        if isinstance(self._sum, torch.Tensor):
-            total.copy_(self._sum)
+        given, there = self._given.total, self._given.mistake_there
+        if isinstance(given, torch.Tensor):
+            total.copy_(given)
         else:
-            total.fill_(self._sum)
-        if self._mistake_there is not None:
-            mine.copy_(torch.where(self._mistake_there > 0, self._mistake_there, mine))
-        self._forget_given()
+            total.fill_(given)
+        if there is not None:
+            mine.copy_(torch.where(there > 0, there, mine))
         if self._world > 1:
             self._work = dist.all_reduce(self._shared, group=self._group, async_op=True)
 
@@ -232,15 +283,15 @@ class MeanWeights:
             awaited(self._group, f"the sum of the weights of step {self._step}", self._work)
             self._work = None
         earlier = 0.0 if self._earlier is None else self._earlier
-        self._earlier = None
-        later, self._later = self._later, []
+        later = self._later
+        self._forget()
         if self._device.type != "cpu":
             return self._scale_there(earlier, later)
         added, *statuses = self._shared.tolist()
         total = float(added + earlier)
         if _are_plain(statuses):
             self._new = None
-            return 1.0 / self.plain_divisor
+            return 1.0 / self._divisor
         if problem := _problem(total, statuses):
             raise _no_mean(self._step, problem)
         self._new = total
@@ -267,12 +318,15 @@ class MeanWeights:
         event = torch.get_device_module(self._device).Event()
         event.record()
         self._unseen.append((event, self._step, on_host))
-        self._new = total
+        self._new = None if self._status == _Status.NONE else total
         scale = torch.where(fits, 1.0 / total, math.nan)
-        return torch.where(all_are(_Status.NONE), 1.0 / self.plain_divisor, scale)
+        return torch.where(all_are(_Status.NONE), 1.0 / self._divisor, scale)
 
     def note_mean(self) -> None:
         """Note the gradients that hold the mean, at the end of the step."""
+        if self._work is not None:
+            self.scale()  # nothing had to be sent
+        self._is_open = False
         versions = [None if a is None else a._version for a in self._averages()]
         self._last = _Mean(self._new, versions)
 

@@ -97,6 +97,9 @@ def farthest(results, wanted):
     return max(distance(f, w) for steps in results for f, w in zip(steps, wanted, strict=True))
 
 
+@pytest.mark.slow(
+    but=("even-no_sync-0", "even-every-0", "even-no_sync-2", "3-every-1", "zero-no_sync-0")
+)
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("local", [True, False], ids=["no_sync", "every"])
 @pytest.mark.parametrize("splits", [EVEN, SPARSE, THREE, ALONE], ids=["even", "zero", "3", "alone"])
@@ -124,6 +127,7 @@ WIRES = {
 }
 
 
+@pytest.mark.slow(but=("int8", "memory"))
 @pytest.mark.parametrize("name", WIRES)
 def test_every_wire_is_within_its_bound(name):
     wire, bound = WIRES[name]
@@ -148,6 +152,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow(but=("mixed", "static"))
 @pytest.mark.parametrize("name", OPTIONS)
 def test_other_options_change_nothing(name):
     options, bound = OPTIONS[name]
@@ -174,6 +179,7 @@ def kept(rank, world, plan, zero):
     return found
 
 
+@pytest.mark.slow(but=("1-0", "2-0", "2-1", "3-2"))
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_mean_that_is_not_cleared_goes_on(world, zero):
@@ -275,6 +281,41 @@ def test_steps_without_weights_stay_means_over_ranks():
         assert all(distance(found[step], wanted) <= 2**-23 for found in results)
 
 
+def dropped(rank, world, kind):
+    """Give up a micro-batch, or a step that failed, and begin it anew."""
+    model = FastDDP(net(), bucket_cap_mb=0.0005)
+    for step in range(2):
+        model.zero_grad()
+        with model.no_sync():
+            give(model, loss_of(model, rank, step, 0, 3), 3, "sum")
+        if kind == "failed" and step:
+            hook = model.module[2].weight.register_hook(refuse)
+            with contextlib.suppress(ZeroDivisionError):
+                give(model, loss_of(model, rank, step, 1, 4), 4, "sum")
+            hook.remove()
+        if step:
+            model.zero_grad()
+            with model.no_sync():
+                give(model, loss_of(model, rank, step, 2, 2), 2, "sum")
+        give(model, loss_of(model, rank, step, 3, 1 + rank), 1 + rank, "sum")
+    return read(model)
+
+
+def refuse(grad):
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("kind", ["cleared", "failed"])
+def test_weights_of_gradients_that_are_dropped_do_not_count(kind):
+    model = net().double()
+    for rank in range(2):
+        for micro, count in ((2, 2), (3, 1 + rank)):
+            (loss_of(model, rank, 1, micro, count) / 7).backward()
+    wanted = [p.grad for p in model.parameters()]
+    for found in run_ranks(dropped, 2, kind):
+        assert distance(found, wanted) <= 2**-23
+
+
 # --- mistakes
 
 
@@ -283,10 +324,13 @@ def mistaken(rank, world, kind, step_of_mistake, zero):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for step in range(3):
         wrong = kind if step == step_of_mistake else ""
-        if wrong != "half" or rank == 0:
+        if wrong not in ("half", "changed", "weightless") or rank == 0:
             optimizer.zero_grad()
         if wrong == "half":
             model.module[0].weight.grad = None
+        if wrong == "changed" and rank == 1:
+            for param in model.module.parameters():
+                param.grad.mul_(2)
         try:
             for micro in range(2):
                 with contextlib.nullcontext() if micro else model.no_sync():
@@ -297,7 +341,8 @@ def mistaken(rank, world, kind, step_of_mistake, zero):
                     if rank == 1 and micro == 0:
                         weight = {"negative": -3, "nan": float("nan")}.get(wrong, weight)
                     missing = (wrong == "missing" and micro == 0) or wrong == "none"
-                    if not (rank == 1 and missing):
+                    plain = kind == "weightless" and step == 0
+                    if not (plain or (rank == 1 and missing)):
                         model.add_weight(weight)
                     loss.backward()
         except RuntimeError as error:
@@ -312,10 +357,13 @@ MISTAKES = {
     "nan": "ranks [1] gave NaN or infinity",
     "missing": "ranks [1] gave none for one of several backwards",
     "none": "ranks [1] gave none",
+    "changed": "ranks [1] changed gradients of the last step, which it did not clear",
+    "weightless": "ranks [1] went on with gradients of a step without weights",
     "half": "ranks [1] cleared some gradients of the last step and went on with others",
 }
 
 
+@pytest.mark.slow(but=("missing-0", "none-0", "negative-1", "zero-0", "weightless-0"))
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("kind", MISTAKES)
 def test_mistakes_are_errors_on_every_rank_that_name_the_ranks(kind, zero):

@@ -51,6 +51,7 @@ def train(rank, world, splits, kind, form, local, options):
     return found
 
 
+@pytest.mark.slow(but=("even-local-plain", "zero-every-plain", "3-every-zero3"))
 @pytest.mark.parametrize("kind", ["plain", "zero3"])
 @pytest.mark.parametrize("local", [True, False], ids=["local", "every"])
 @pytest.mark.parametrize("splits", [EVEN, SPARSE, THREE], ids=["even", "zero", "3"])
@@ -96,6 +97,7 @@ def mistaken(rank, world, kind):
     return "", -1
 
 
+@pytest.mark.slow(but=("missing",))
 @pytest.mark.parametrize("kind", ["zero", "negative", "nan", "missing", "none"])
 def test_mistakes_are_errors_on_every_rank_that_name_the_ranks(kind):
     for found, step in run_ranks(mistaken, 2, kind):

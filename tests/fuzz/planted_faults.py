@@ -22,7 +22,73 @@ class Fault:
     test: str
 
 
+WEIGHTS = "fastsync/reducer/mean_weights.py"
+MEANS = "tests/ddp/test_mean_weights.py"
 FAULTS = [
+    # --- weights of micro-batches
+    Fault(
+        "mean-over-ranks-in-spite-of-weights",
+        WEIGHTS,
+        "        return 1.0 / total\n",
+        "        return 1.0 / self._world\n",
+        f"{MEANS}::test_gradients_are_those_of_one_process[even-no_sync-0]",
+    ),
+    Fault(
+        "weight-of-the-last-micro-batch-lost",
+        WEIGHTS,
+        "self.total = self.total + other.total",
+        "self.total = self.total or other.total",
+        f"{MEANS}::test_gradients_are_those_of_one_process[even-no_sync-0]",
+    ),
+    Fault(
+        "weights-kept-for-the-next-step",
+        WEIGHTS,
+        "        later = self._later\n        self._forget()\n",
+        "        later = self._later\n        self._given.count = 0\n",
+        f"{MEANS}::test_gradients_are_those_of_one_process[even-no_sync-0]",
+    ),
+    Fault(
+        "earlier-mean-counted-by-every-rank",
+        WEIGHTS,
+        "average.mul_(last.weight / self._world)",
+        "average.mul_(last.weight)",
+        f"{MEANS}::test_gradients_are_those_of_one_process[even-every-0]",
+    ),
+    Fault(
+        "earlier-mean-of-shards-not-multiplied",
+        WEIGHTS,
+        "            average.mul_(earlier / total)\n        return 1.0 / total",
+        "            average.mul_(1.0)\n        return 1.0 / total",
+        f"{MEANS}::test_gradients_are_those_of_one_process[even-no_sync-2]",
+    ),
+    Fault(
+        "missing-weight-unnoticed",
+        WEIGHTS,
+        "if self._given.count < backwards:",
+        "if self._given.count < 0:",
+        f"{MEANS}::test_mistakes_are_errors_on_every_rank_that_name_the_ranks[missing-0]",
+    ),
+    Fault(
+        "mean-of-units-over-ranks",
+        "fastsync/fsdp/context.py",
+        "unit.start_reduce(self._scale)",
+        "unit.start_reduce()",
+        "tests/fsdp/test_fsdp_weights.py::test_gradients_are_those_of_one_process[even-local-plain]",
+    ),
+    Fault(
+        "ranks-without-inputs-say-that-they-gave-no-weight",
+        WEIGHTS,
+        "self._share(_Status.ABSENT)",
+        "self._share(_Status.NONE)",
+        f"{MEANS}::test_ranks_without_inputs_weigh_nothing",
+    ),
+    Fault(
+        "weights-of-cleared-gradients-counted",
+        WEIGHTS,
+        "        if cleared or self._is_open:",
+        "        if self._is_open:",
+        f"{MEANS}::test_weights_of_gradients_that_are_dropped_do_not_count",
+    ),
     # --- fastsync/reducer
     Fault(
         "buckets-in-reverse-order",
@@ -569,8 +635,8 @@ FAULTS = [
     Fault(
         "sum-instead-of-mean",
         "csrc/reducer/reducer.cpp",
-        "how.scale = 1.0 / divisor_;",
-        "how.scale = 1.0;",
+        "how.scale = weighed_ ? scale_ : ops::Scale(1.0 / divisor_);",
+        "how.scale = weighed_ ? scale_ : ops::Scale(1.0);",
         "tests/ddp/test_unused.py::test_every_pattern_of_use[options0]",
     ),
     Fault(

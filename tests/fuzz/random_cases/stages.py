@@ -449,6 +449,24 @@ def accumulate_in_between(wrapped):
     rule.check(wrapped)
 
 
+def weighted(wrapped):
+    """Weights divide what one or two micro-batches of each rank have added up."""
+    total = wrapped.rng.choice((1, 2, 4, 8))
+    owners = [wrapped.rng.randrange(wrapped.seat.world) for _ in range(total)]
+    mine = owners.count(wrapped.seat.rank)
+    wrapped.zero("none")
+    if wrapped.drawn.zero != 2 and wrapped.rng.random() < 0.5:
+        first = wrapped.mine.randint(0, mine)
+        wrapped.model.add_weight(first)
+        with wrapped.model.no_sync():
+            wrapped.backward(wrapped.forward().losses())
+        mine -= first
+    wrapped.model.add_weight(torch.tensor(mine))
+    wrapped.backward(wrapped.forward().losses())
+    rule.check(wrapped, total)
+    wrapped.zero("none")  # what comes next may have no weights
+
+
 def reset_in_between(wrapped):
     """Between forward and backward gradients are changed by hand."""
     forward = wrapped.forward()
@@ -539,6 +557,9 @@ STEPS = {
     "accumulating in between": Stage(
         accumulate_in_between,
         lambda w: outputs_are_seen(w) and free_use(w) and w.drawn.zero != 2,
+    ),
+    "weights": Stage(
+        weighted, lambda w: outputs_are_seen(w) and free_use(w) and w.drawn.hook is None, weight=2
     ),
     "optimizer step": Stage(optimizer_step, lambda w: w.drawn.zero and free_use(w), weight=3),
     "saved on some ranks": Stage(
