@@ -338,7 +338,7 @@ class Reducer:
     def set_divisor(self, divisor: float) -> None: ...
     def use_weights(
         self,
-        begin_backward: Callable[[bool], object] | None,
+        begin_backward: Callable[[bool], list[int]] | None,
         start: Callable[[int], object] | None,
         scale: Callable[[], float | torch.Tensor] | None,
     ) -> None: ...

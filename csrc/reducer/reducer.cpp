@@ -222,7 +222,8 @@ void Reducer::note_backward() {
   ++backwards_;
   if (!weighing_.begin_backward) return;
   const auto used = [](const auto& param) { return param->used; };
-  weighing_.begin_backward(std::any_of(params_.begin(), params_.end(), used));
+  const bool accumulated = std::any_of(params_.begin(), params_.end(), used);
+  for (const size_t i : weighing_.begin_backward(accumulated)) params_.at(i)->used = true;
 }
 
 // Under the lock. Runs inside a backward, whose final callback ends the step.

@@ -93,8 +93,9 @@ struct ForwardAdvice {
 // fastsync/reducer/mean_weights.py.
 struct Weighing {
   // A backward has reached outputs, and has not accumulated anything. The argument: earlier ones
-  // have, since the last synchronised step.
-  std::function<void(bool)> begin_backward;
+  // have, since the last synchronised step. Returns the parameters whose gradients hold the last
+  // mean: these count as used, since a part of it is left to each rank.
+  std::function<std::vector<size_t>(bool)> begin_backward;
   // A synchronised step begins, with so many backwards since the last one.
   std::function<void(int64_t)> start;
   // Returns the factor of the step's gradients. May wait for other ranks.

@@ -167,7 +167,6 @@ class ShardedDDP(FastDDP, zero=3):
         return stats_of(self.module, one_rank_step)
 
     def _weights(self) -> MeanWeights:
-        compatibility.check(Setup(self._policy, weights=True))
         return weights_of(self.module)
 
     def join_hook(self, **kwargs: object) -> Any:

@@ -135,6 +135,11 @@ class Engine:
         if captured and self.policy.uncapturable:
             reason = self.policy.uncapturable
             raise RuntimeError(f"a step that is captured into a CUDA graph {reason}")
+        if captured and self.weights is not None:
+            raise RuntimeError(
+                "a step that is captured into a CUDA graph cannot have weights: a replay would "
+                "repeat those of the captured step"
+            )
         if self.on_step is not None and not captured and not backward_is_running():
             self.on_step(self.core)
         if self.precision is not None:

@@ -177,11 +177,14 @@ class MeanWeights:
 
     # --- a step
 
-    def begin_backward(self, accumulated: bool) -> None:
+    def begin_backward(self, accumulated: bool) -> list[int]:
         """Prepare gradients that hold the last mean, before a backward adds to them.
 
         Args:
             accumulated: backwards have left gradients since the last synchronised step.
+
+        Returns:
+            The parameters of whose mean each rank now has a part.
         """
         now = self._averages()
         cleared = accumulated and all(average is None for average in now)
@@ -192,11 +195,11 @@ class MeanWeights:
         self._fresh = _Given()
         self._backwards += 1
         last, self._last = self._last, None
-        if last is not None:
-            self._go_on(last, now)
+        return [] if last is None else self._go_on(last, now)
 
-    def _go_on(self, last: _Mean, now: Sequence[torch.Tensor | None]) -> None:
-        """Prepare the gradients that still hold the last mean."""
+    def _go_on(self, last: _Mean, now: Sequence[torch.Tensor | None]) -> list[int]:
+        """Prepare the gradients that still hold the last mean. See `begin_backward`."""
+        parts = []
         kept = self._kept(last, now)
         if kept and last.weight is None:
             self._given.mistake = _Status.WEIGHTLESS
@@ -208,6 +211,8 @@ class MeanWeights:
                     self._later.append(average)
                 else:
                     average.mul_(last.weight / self._world)
+                    parts.append(index)
+        return parts
 
     def _kept(
         self, last: _Mean, now: Sequence[torch.Tensor | None]

@@ -200,6 +200,44 @@ def test_a_mean_that_is_not_cleared_goes_on(world, zero):
     assert farthest(results, wanted[-1:] if zero else wanted) <= 3 * 2**-23
 
 
+class TwoHeads(nn.Module):
+    """Its second head takes part in some forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList([net(), net()])
+
+    def forward(self, x, both):
+        return self.heads[0](x) + (self.heads[1](x) if both else 0)
+
+
+def partly_used(rank, world, local):
+    model = FastDDP(TwoHeads(), bucket_cap_mb=0.0005)
+    for step, both in enumerate((True, rank == 1, False)):
+        with contextlib.nullcontext() if step == 0 or not local else model.no_sync():
+            x, y = samples(rank, step, 0, 2)
+            model.add_weight(2)
+            (model(x, both) * y).sum().backward()
+    if local:
+        model.add_weight(0)
+        (model(x[:0], False) * y[:0]).sum().backward()
+    return read(model)
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_without_use_stay_in_the_mean(world, local):
+    model = TwoHeads().double()
+    for step in range(3):
+        for rank in range(world):
+            x, y = (t.double() for t in samples(rank, step, 0, 2))
+            both = (True, rank == 1, False)[step]
+            ((model(x, both) * y).sum() / (6 * world)).backward()
+    wanted = [p.grad for p in model.parameters()]
+    for found in run_ranks(partly_used, world, local):
+        assert distance(found, wanted) <= 3 * 2**-23
+
+
 def clipped(rank, world, form):
     model = FastDDP(net(), bucket_cap_mb=0.0005)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

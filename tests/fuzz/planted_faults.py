@@ -89,6 +89,20 @@ FAULTS = [
         "        if self._is_open:",
         f"{MEANS}::test_weights_of_gradients_that_are_dropped_do_not_count",
     ),
+    Fault(
+        "unused-parameters-of-an-earlier-mean-stay-multiplied",
+        "csrc/reducer/reducer.cpp",
+        "params_.at(i)->used = true;",
+        "(void)i;",
+        f"{MEANS}::test_parameters_without_use_stay_in_the_mean[2-True]",
+    ),
+    Fault(
+        "weights-on-a-device-ignored",
+        "csrc/kernels/scale.h",
+        "return on_device == nullptr ? value : *on_device;",
+        "return value;",
+        "tests/simulated/test_simulated_features.py::test_weighted_results_are_the_cpus[weights]",
+    ),
     # --- fastsync/reducer
     Fault(
         "buckets-in-reverse-order",
@@ -644,8 +658,9 @@ FAULTS = [
         "csrc/reducer/reducer.cpp",
         "  for (const auto& param : params_) param->used = false;\n"
         "  backward_running_ = false;\n"
+        "  backwards_ = 0;\n"
         "  log_.count_steps",
-        "  backward_running_ = false;\n  log_.count_steps",
+        "  backward_running_ = false;\n  backwards_ = 0;\n  log_.count_steps",
         "tests/ddp/test_unused.py::test_what_no_rank_used_keeps_its_bits[options1]",
     ),
     Fault(

@@ -386,6 +386,33 @@ def test_weighted_results_are_the_cpus(feature):
     compare(run_simulated(on_both_devices, 2, feature), 2e-3)
 
 
+def mistaken(rank, world, kind):
+    from tests.simulated.device import placed
+
+    model, nans = FastDDP(placed(net())), []
+    for step in range(4):
+        wrong = rank == 1 and step == 1
+        try:
+            if not (wrong and kind == "none"):
+                weight = {"negative": -1.0, "nan": float("nan")}.get(kind) if wrong else 1.0
+                model.add_weight(torch.tensor(weight, device=DEVICE))
+        except RuntimeError as error:
+            return str(error), nans
+        model.zero_grad()
+        backward(model, rank, step, DEVICE)
+        nans.append(any(bool(p.grad.isnan().any().cpu()) for p in model.parameters()))
+    return "", nans
+
+
+@pytest.mark.slow(but=("negative",))
+@pytest.mark.parametrize("kind", ["negative", "nan", "none"])
+def test_a_mistake_makes_gradients_nan_until_the_host_knows(kind):
+    words = {"negative": "gave a negative one", "nan": "gave NaN or infinity", "none": "gave none"}
+    for text, nans in run_simulated(mistaken, 2, kind):
+        assert nans == [False, True]
+        assert f"weights of step 2 make no mean: ranks [1] {words[kind]}" in text
+
+
 def hybrid(rank, world):
     mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicas", "shards"))
     got, races = detected(lambda: train(by_block(fastsync.fully_shard, mesh=mesh), rank))
