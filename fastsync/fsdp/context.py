@@ -131,7 +131,8 @@ class Context(StepWatcher, Generic[S]):
         if other._told_last > self._told_last:
             self.last_backward, self._told_last = other.last_backward, other._told_last
         self.connections.take_over(other.connections)
-        self.weights = self.weights or other.weights
+        if other.weights is not None:
+            raise RuntimeError("add_weight() was called on a module that is not the root")
         other.stop_watching()
 
     def all_links(self) -> list[Links]:
@@ -338,15 +339,16 @@ class Context(StepWatcher, Generic[S]):
         self._backwards, self._scale = self._backwards + 1, None
         switches = [unit.switches for unit in self.units() if unit.trains]
         sends = any(each.reduce for each in switches)
-        if self.weights is not None:
+        if self.weights is not None and not sends:
+            self.weights.count_backward()
+        elif self.weights is not None:
             self.weights.begin_backward(accumulated=False)  # what is kept here is not cleared
-            if sends and not all(s.reduce and s.all_reduce and not s.divisor for s in switches):
+            if not all(s.reduce and s.all_reduce and not s.divisor for s in switches):
                 raise RuntimeError(
                     "with add_weight() all units send their gradients in the same backwards, to "
                     "all replicas, and without a divisor of their own"
                 )
-            if sends:
-                self.weights.start(self._backwards, self.units()[0].place.ranks)
+            self.weights.start(self._backwards, self.units()[0].place.ranks)
         if sends:
             self._backwards = 0
 

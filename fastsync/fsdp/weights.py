@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from typing import cast
 
 import torch
@@ -37,10 +38,10 @@ def weights_of(root: nn.Module) -> MeanWeights:
                 "add_weight() needs a process group of all ranks: a mesh of one dimension, or one "
                 "of two that has all ranks of the default group"
             )
-        name = ",".join(name for name, _ in root.named_parameters())
+        name = zlib.crc32(",".join(name for name, _ in root.named_parameters()).encode())
         me = weakref.ref(context)
         context.weights = MeanWeights(
-            group, name, places[0].device, lambda: _averages(me()), lambda index: True
+            group, str(name), places[0].device, lambda: _averages(me()), lambda index: True
         )
     return context.weights
 

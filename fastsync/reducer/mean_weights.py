@@ -187,15 +187,21 @@ class MeanWeights:
             The parameters of whose mean each rank now has a part.
         """
         now = self._averages()
-        cleared = accumulated and all(average is None for average in now)
-        if cleared or self._is_open:  # the last step has failed
+        if accumulated and all(average is None for average in now):
+            self._forget()
+            self._cleared = True
+        self.count_backward()
+        last, self._last = self._last, None
+        return [] if last is None else self._go_on(last, now)
+
+    def count_backward(self) -> None:
+        """Note a backward that adds to no mean: what it computes is kept apart from these."""
+        if self._is_open:  # the last step has failed
             self._forget()
             self._cleared, self._is_open = True, False
         self._given.add(self._fresh)
         self._fresh = _Given()
         self._backwards += 1
-        last, self._last = self._last, None
-        return [] if last is None else self._go_on(last, now)
 
     def _go_on(self, last: _Mean, now: Sequence[torch.Tensor | None]) -> list[int]:
         """Prepare the gradients that still hold the last mean. See `begin_backward`."""
