@@ -154,8 +154,10 @@ class MeanWeights:
         self._forget()
         self._shared = torch.empty(0)  # the sum, then the status of each rank
         self._work: dist.Work | None = None
-        self._last: _Mean | None = None  # until the next backward begins
         self._unseen: list[tuple[torch.Event, int, torch.Tensor]] = []
+        self._last: _Mean | None = None  # until the next backward begins
+        if any(average is not None for average in averages()):
+            self.note_mean()  # of a step before the first weight
 
     def _forget(self) -> None:
         """Forget the backwards since the last step, or since the gradients were cleared."""
