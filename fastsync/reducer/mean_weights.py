@@ -20,6 +20,7 @@ NaN, and this rank raises the error later, once the host can see it.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -115,11 +116,12 @@ class _Mean(NamedTuple):
 
     Attributes:
         weight: the sum of its weights; None: it had none.
-        versions: of the gradients that hold it, by parameter; None where there is none.
+        held: the gradients that hold it, with their versions, by parameter; None where there is
+            none.
     """
 
     weight: Number | None
-    versions: Sequence[int | None]
+    held: Sequence[tuple[weakref.ref[torch.Tensor], int] | None]
 
 
 class MeanWeights:
@@ -227,14 +229,15 @@ class MeanWeights:
     ) -> list[tuple[int, torch.Tensor]]:
         """Return the gradients that still hold the last mean, by parameter."""
         kept, cleared = [], 0
-        for index, (version, average) in enumerate(zip(last.versions, now, strict=True)):
-            if version is None:
+        for index, (held, average) in enumerate(zip(last.held, now, strict=True)):
+            if held is None:
                 continue
-            if average is not None and average._version == version:
+            same = average is not None and held[0]() is average
+            if average is not None and same and average._version == held[1]:
                 kept.append((index, average))
                 continue
             cleared += 1
-            if average is not None and _is_known_nonzero(average):
+            if average is not None and same and _is_known_nonzero(average):
                 self._given.mistake = _Status.CHANGED
         if kept and cleared:
             self._given.mistake = _Status.HALF_CLEARED
@@ -340,8 +343,9 @@ class MeanWeights:
         if self._work is not None:
             self.scale()  # nothing had to be sent
         self._is_open = False
-        versions = [None if a is None else a._version for a in self._averages()]
-        self._last = _Mean(self._new, versions)
+        now = self._averages()
+        held = [None if a is None else (weakref.ref(a), a._version) for a in now]
+        self._last = _Mean(self._new, held)
 
     def _raise_what_is_seen(self) -> None:
         while self._unseen and self._unseen[0][0].query():
@@ -353,7 +357,10 @@ class MeanWeights:
 
 def _is_known_nonzero(average: torch.Tensor) -> bool:
     """Return whether any element is not zero; False on devices, where the host would wait."""
-    return average.device.type == "cpu" and bool(average.count_nonzero())
+    if average.device.type != "cpu":
+        return False
+    values = average.coalesce().values() if average.is_sparse else average
+    return bool(values.count_nonzero())
 
 
 def _are_plain(statuses: Sequence[float]) -> bool:

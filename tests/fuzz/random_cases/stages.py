@@ -450,7 +450,9 @@ def accumulate_in_between(wrapped):
 
 
 def weighted(wrapped):
-    """Weights divide what one or two micro-batches of each rank have added up."""
+    """Weights divide what one or two micro-batches of each rank have added up, after a step."""
+    wrapped.backward(wrapped.forward().losses())
+    rule.check(wrapped)
     total = wrapped.rng.choice((1, 2, 4, 8))
     owners = [wrapped.rng.randrange(wrapped.seat.world) for _ in range(total)]
     mine = owners.count(wrapped.seat.rank)
