@@ -87,7 +87,7 @@ FAULTS = [
         WEIGHTS,
         "        if accumulated and all(",
         "        if False and all(",
-        f"{MEANS}::test_weights_of_gradients_that_are_dropped_do_not_count",
+        f"{MEANS}::test_weights_of_gradients_that_are_dropped_do_not_count[cleared]",
     ),
     Fault(
         "unused-parameters-of-an-earlier-mean-stay-multiplied",
