@@ -1,7 +1,7 @@
 // Transitions of a flat buffer between ranks, over any c10d process group.
 //
-// No code outside of this folder and the bindings touches c10d. Its headers stay in .cpp files: they
-// cost every file that includes them ten seconds of compilation.
+// No code outside of this folder and the bindings touches c10d. Its headers stay in .cpp files:
+// they cost every file that includes them ten seconds of compilation.
 #pragma once
 
 #include <ATen/core/Tensor.h>

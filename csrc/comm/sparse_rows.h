@@ -27,8 +27,8 @@ using GatherRows =
     std::function<std::unique_ptr<InFlight>(const at::Tensor& gathered, const at::Tensor& mine)>;
 
 // `rows`: coalesced; undefined if this rank has a dense tensor. The sum is what wait() returns.
-// `dense` is called by it, on all ranks, if the tensor of any rank is dense. `gather`: an all-gather
-// over so many ranks.
+// `dense` is called by it, on all ranks, if the tensor of any rank is dense. `gather`: an
+// all-gather over so many ranks.
 std::unique_ptr<InFlight> sum_sparse_rows(const at::Tensor& rows, SendDense dense, int64_t ranks,
                                           GatherRows gather);
 

@@ -89,8 +89,8 @@ struct ForwardAdvice {
   bool paced = false;               // pace() is new
 };
 
-// Calls to Python where the script gives its micro-batches weights, once in a backward or a step. See
-// fastsync/reducer/mean_weights.py.
+// Calls to Python where the script gives its micro-batches weights, once in a backward or a step.
+// See fastsync/reducer/mean_weights.py.
 struct Weighing {
   // A backward has reached outputs, and has not accumulated anything. The argument: earlier ones
   // have, since the last synchronised step. Returns the parameters whose gradients hold the last

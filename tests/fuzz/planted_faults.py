@@ -24,6 +24,8 @@ class Fault:
 
 WEIGHTS = "fastsync/reducer/mean_weights.py"
 MEANS = "tests/ddp/test_mean_weights.py"
+UNIT_MEANS = "tests/fsdp/test_fsdp_weights.py"
+ROUNDS = "tests/sync/test_rounds.py"
 FAULTS = [
     # --- weights of micro-batches
     Fault(
@@ -73,7 +75,7 @@ FAULTS = [
         "fastsync/fsdp/context.py",
         "unit.start_reduce(self._scale)",
         "unit.start_reduce()",
-        "tests/fsdp/test_fsdp_weights.py::test_gradients_are_those_of_one_process[even-local-plain]",
+        f"{UNIT_MEANS}::test_gradients_are_those_of_one_process[even-local-plain]",
     ),
     Fault(
         "ranks-without-inputs-say-that-they-gave-no-weight",
@@ -446,42 +448,42 @@ FAULTS = [
         "fastsync/sync/fragments.py",
         "        assert pending is not None\n        self._check()\n",
         "        assert pending is not None\n",
-        "tests/sync/test_rounds.py::test_ranks_that_would_silently_differ[left out, overlapped]",
+        f"{ROUNDS}::test_ranks_that_would_silently_differ[left out, overlapped]",
     ),
     Fault(
         "steps-left-out-not-compared",
         "fastsync/sync/rounds.py",
         "str(self._owner.forwards),",
         '"",',
-        "tests/sync/test_rounds.py::test_ranks_that_would_silently_differ[left out]",
+        f"{ROUNDS}::test_ranks_that_would_silently_differ[left out]",
     ),
     Fault(
         "gradients-sent-within-a-round",
         "fastsync/ddp/fast_ddp.py",
         "            sync = self.require_backward_grad_sync and not reducer.local\n",
         "            sync = self.require_backward_grad_sync\n",
-        "tests/sync/test_rounds.py::test_nothing_is_sent_between_rounds",
+        f"{ROUNDS}::test_nothing_is_sent_between_rounds",
     ),
     Fault(
         "residual-not-in-the-checkpoint",
         "fastsync/sync/fragments.py",
         'return flats if self._residual is None else {**flats, "residual": self._residual}',
         "return flats",
-        "tests/sync/test_rounds.py::test_a_checkpoint_within_a_round_goes_on_with_the_same_bits[diloco]",
+        f"{ROUNDS}::test_a_checkpoint_within_a_round_goes_on_with_the_same_bits[diloco]",
     ),
     Fault(
         "buffers-stay-apart",
         "fastsync/sync/rounds.py",
         "if part.step() and part.number == 0:",
         "if part.step() and part.number < 0:",
-        "tests/sync/test_rounds.py::test_buffers_are_rank_0s_at_the_end_of_a_round",
+        f"{ROUNDS}::test_buffers_are_rank_0s_at_the_end_of_a_round",
     ),
     Fault(
         "outer-parameters-rounded",
         "fastsync/sync/fragments.py",
         "self.params.rounded(self._outer) - self.params.pack()",
         "self._outer - self.params.pack()",
-        "tests/sync/test_rounds.py::test_outer_parameters_are_fp32_beside_parameters_of_bf16",
+        f"{ROUNDS}::test_outer_parameters_are_fp32_beside_parameters_of_bf16",
     ),
     # --- fastsync/fsdp
     Fault(
