@@ -202,7 +202,7 @@ def means() -> str:
         text(839, 142, "mean of 12 tokens", 12, text_anchor="middle"),
     ]
     parts += step(1, 106, 30, "add_weight", "each micro-batch, before its backward")
-    parts += step(2, 400, 30, "the weights' sum", "starts with the backward that", "synchronises")
+    parts += step(2, 400, 30, "the weights' sum", "starts with the last backward")
     parts += step(3, 640, 30, "scale once", "where 1/N would be, before", "the first bucket leaves")
     return document(parts, 212)
 

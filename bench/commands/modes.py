@@ -32,9 +32,7 @@ MODES: Mapping[str, dict[str, Any]] = {
     "DiLoCo(32)": {"sync": DiLoCo(32)},
     "DiLoCo(32, int4)": {"sync": DiLoCo(32, wire="int4")},
     "DiLoCo(32, topk 1/32)": {"sync": DiLoCo(32, wire=TopK(1 / 32))},
-    "DiLoCo(32, int4, 4 fragments, overlap 2)": {
-        "sync": DiLoCo(32, fragments=4, overlap=2, wire="int4")
-    },
+    "DiLoCo(32, int4, streamed)": {"sync": DiLoCo(32, fragments=4, overlap=2, wire="int4")},
     "DiLoCo(64)": {"sync": DiLoCo(64)},
 }
 
