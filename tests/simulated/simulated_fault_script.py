@@ -79,6 +79,14 @@ def run(folder, name, rank, job):
         raise
 
 
+def exit_code(pid):
+    """Return the exit code of a child that has ended, and leave it for the other ranks to see."""
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
 def collect(children):
     """Return the exit codes; the rank with the fault is ended once the others are over."""
     codes, deadline = {}, time.monotonic() + LIMIT
@@ -86,16 +94,15 @@ def collect(children):
         for (name, rank), pid in children.items():
             if (name, rank) in codes:
                 continue
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                codes[name, rank] = os.waitstatus_to_exitcode(status)
+            code = exit_code(pid)
+            if code is not None:
+                codes[name, rank] = code
             elif rank == FAULTY and all((name, r) in codes for r in range(WORLD) if r != FAULTY):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    for which, pid in children.items():
-        if which not in codes:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+    for pid in children.values():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     return codes
 
 
