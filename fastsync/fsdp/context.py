@@ -339,7 +339,9 @@ class Context(StepWatcher, Generic[S]):
         self._backwards, self._scale = self._backwards + 1, None
         switches = [unit.switches for unit in self.units() if unit.trains]
         sends = any(each.reduce for each in switches)
-        if self.weights is not None and not sends:
+        if self.weights is not None and not switches:
+            self.weights.drop()
+        elif self.weights is not None and not sends:
             self.weights.count_backward()
         elif self.weights is not None:
             self.weights.begin_backward(accumulated=False)  # what is kept here is not cleared

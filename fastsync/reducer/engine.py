@@ -228,13 +228,22 @@ class Engine:
         weights = MeanWeights(self._group, str(self._identity()), device, averages, apart)
         me = weakref.ref(self)
 
-        def start(backwards: int) -> None:
+        def engine() -> Engine:
             alive = me()
             assert alive is not None, "a backward of a model that is gone"
-            weights.start(backwards, alive._divisor)
-            alive.core.at_end(weights.note_mean)
+            return alive
 
-        self.core.use_weights(weights.begin_backward, start, weights.scale)
+        def begin_backward(accumulated: bool) -> list[int]:
+            if any(param.tensor.requires_grad for param in engine()._params):
+                return weights.begin_backward(accumulated)
+            weights.drop()
+            return []
+
+        def start(backwards: int) -> None:
+            weights.start(backwards, engine()._divisor)
+            engine().core.at_end(weights.note_mean)
+
+        self.core.use_weights(begin_backward, start, weights.scale)
         self.weights = weights
         return weights
 

@@ -198,6 +198,11 @@ class MeanWeights:
         last, self._last = self._last, None
         return [] if last is None else self._go_on(last, now)
 
+    def drop(self) -> None:
+        """Forget what has been given: nothing is trained, so that no step follows."""
+        self._forget()
+        self._fresh, self._cleared = _Given(), True
+
     def count_backward(self) -> None:
         """Note a backward that adds to no mean: what it computes is kept apart from these."""
         if self._is_open:  # the last step has failed

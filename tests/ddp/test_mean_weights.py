@@ -354,6 +354,25 @@ def test_weights_of_gradients_that_are_dropped_do_not_count(kind):
         assert distance(found, wanted) <= 2**-23
 
 
+def frozen(rank, world, zero):
+    """Give weights where nothing is trained, as for gradients of inputs alone."""
+    model = FastDDP(net(), zero=zero)
+    model.requires_grad_(False)
+    for _ in range(3):
+        give(model, model(torch.ones(1, 5, requires_grad=True)).sum(), 5, "sum")
+    model.requires_grad_(True)
+    give(model, loss_of(model, rank, 0, 0, 1 + rank), 1 + rank, "sum")
+    return read(model)
+
+
+@pytest.mark.slow(but=("0",))
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_weights_of_frozen_models_do_not_count(zero):
+    wanted = expected([[1], [2]], 1)[0]
+    for found in run_ranks(frozen, 2, zero):
+        assert distance(found, wanted) <= 2**-23
+
+
 # --- mistakes
 
 
