@@ -12,22 +12,20 @@ from torch.optim import Optimizer
 
 __all__ = ["on_scaled_skips"]
 
-_watchers: list[weakref.WeakMethod[Callable[[Optimizer], None]]] = []
-
 
 def on_scaled_skips(watcher: Callable[[Optimizer], None]) -> None:
     """Call a bound method whenever `GradScaler.step(optimizer)` makes no step, as long as its
     object lives.
     """
-    if not _watchers:
-        _watch_scalers()
-    _watchers[:] = [known for known in _watchers if known() is not None]
-    _watchers.append(weakref.WeakMethod(watcher))
+    watchers = _watchers()
+    watchers[:] = [known for known in watchers if known() is not None]
+    watchers.append(weakref.WeakMethod(watcher))
 
 
-def _watch_scalers() -> None:
-    if hasattr(GradScaler.step, "__wrapped__"):
-        return
+@functools.cache
+def _watchers() -> list[weakref.WeakMethod[Callable[[Optimizer], None]]]:
+    """Return the watchers of this process's scalers, which call them from the first call on."""
+    watchers: list[weakref.WeakMethod[Callable[[Optimizer], None]]] = []
     plain: Any = GradScaler.step
 
     @functools.wraps(plain)
@@ -41,10 +39,11 @@ def _watch_scalers() -> None:
         finally:
             hook.remove()
         if not steps:
-            for watcher in _watchers:
+            for watcher in watchers:
                 alive = watcher()
                 if alive is not None:
                     alive(optimizer)
         return result
 
     GradScaler.step = step  # type: ignore[method-assign]
+    return watchers

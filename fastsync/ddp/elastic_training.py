@@ -350,7 +350,7 @@ class Elastic:
         if self._neighbours is not None:
             self._neighbours.install()
         if self._policy.rescale == "sum_of_start":
-            self._engine.core.set_divisor(float(self._started))
+            self._engine.set_divisor(float(self._started))
         since = self._engine.core.steps() + 1
         self.now = Membership(ranks.index(self._me), ranks, self._epoch, since, group)
         self._done = 0  # as on a rank that comes back

@@ -117,10 +117,10 @@ def left_of(pids):
     return [pid for pid in pids if is_running(pid)]
 
 
-def trains(launcher):
-    """Return the processes of all three ranks, once each has made a step."""
+def trains(launcher, ranks=3):
+    """Return the processes of so many ranks of a launcher, once each has made a step."""
     pids = []
-    while len(pids) < 3:
+    while len(pids) < ranks:
         line = launcher.stdout.readline()
         assert line, "the launcher has ended"
         if found := re.search(r"trains (\d+)", line):
@@ -227,17 +227,6 @@ def launch(port, node, *arguments):
     return start("fastsync.elastic", *place, *arguments)
 
 
-def both_train(launcher):
-    """The processes of its two ranks, once each has made a step."""
-    pids = []
-    while len(pids) < 2:
-        line = launcher.stdout.readline()
-        assert line, "the launcher has ended"
-        if found := re.search(r"trains (\d+)", line):
-            pids.append(int(found.group(1)))
-    return pids
-
-
 @pytest.mark.slow
 def test_a_rank_that_dies_comes_back_on_its_machine(port):
     arguments = ("--restarts", 1, *SCRIPT, 100000, 3, "joined")
@@ -252,7 +241,7 @@ def test_a_rank_that_dies_comes_back_on_its_machine(port):
 def test_a_machine_that_is_lost_comes_back(port):
     arguments = (*SCRIPT, 100000, -1, "joined")
     here, there = (launch(port, node, *arguments) for node in (0, 1))
-    _, theirs = (both_train(launcher) for launcher in (here, there))
+    _, theirs = (trains(launcher, ranks=2) for launcher in (here, there))
     for process in (there.pid, *theirs):
         os.kill(process, signal.SIGKILL)
     there.wait()
@@ -264,7 +253,7 @@ def test_a_machine_that_is_lost_comes_back(port):
 @pytest.mark.slow
 def test_without_the_first_machine_the_others_say_why_they_end(port):
     here, there = (launch(port, node, *SCRIPT, 100000, -1) for node in (0, 1))
-    ours, _ = (both_train(launcher) for launcher in (here, there))
+    ours, _ = (trains(launcher, ranks=2) for launcher in (here, there))
     for process in (here.pid, *ours):
         os.kill(process, signal.SIGKILL)
     here.wait()
@@ -280,7 +269,7 @@ def test_ranks_join_on_any_machine(port):
     for launcher in launchers:
         assert says(launcher).startswith("send SIGUSR1")
     for launcher in launchers:
-        both_train(launcher)
+        trains(launcher, ranks=2)
     assert ask(launchers[1]) == "rank 4 joins; 5 are running"
     check_all("".join(finish_all(launchers)), range(5))
 
