@@ -234,7 +234,7 @@ class Engine:
             return alive
 
         def begin_backward(accumulated: bool) -> list[int]:
-            if any(param.tensor.requires_grad for param in engine()._params):
+            if engine().plan.buckets:
                 return weights.begin_backward(accumulated)
             weights.drop()
             return []

@@ -373,6 +373,22 @@ def test_weights_of_frozen_models_do_not_count(zero):
         assert distance(found, wanted) <= 2**-23
 
 
+def partly_frozen(rank, world, zero):
+    """Give weights where rank 1 alone trains nothing."""
+    model = FastDDP(net(), zero=zero, find_unused_parameters=True)
+    model.requires_grad_(rank == 0)
+    x, y = samples(rank, 0, 0, 1 + rank)
+    give(model, (model(x.requires_grad_()) * y).sum(), 1 + rank, "sum")
+    return read(model)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_weights_of_a_rank_that_trains_nothing_count(zero):
+    wanted = [grad / 3 for grad in expected([[1]], 1)[0]]
+    for found in run_ranks(partly_frozen, 2, zero):
+        assert distance(found, wanted) <= 2**-23
+
+
 # --- mistakes
 
 
