@@ -329,7 +329,7 @@ def accumulate(wrapped):
 def optimizer_step(wrapped):
     """Unless a rank has a gradient of its own, which would give it weights of its own, too."""
     step(wrapped)
-    if rule.gradients_are_alike(wrapped):
+    if rule.gradients_are_alike(wrapped) and wrapped.may_step():
         if wrapped.rng.random() < 0.5:
             clip(wrapped)
         wrapped.step(draw_before(wrapped.rng), draw_after(wrapped.rng))

@@ -68,6 +68,11 @@ class Exact:
         self.moved = torch.zeros_like(self.master, dtype=torch.bool)  # elements, by the last step
         self.state = {}  # what the optimizer keeps of it
 
+    def accepts(self, grad):
+        """Return whether SGD can step: it adds no dense gradient to a sparse momentum."""
+        momentum = self.state.get("momentum_buffer")
+        return grad is None or grad.is_sparse or momentum is None or not momentum.is_sparse
+
     def step(self, param, rounding):
         """Follow what has been written since the last step, step, and round."""
         wide = param.dtype if rounding is None else torch.float32
@@ -282,6 +287,11 @@ class Wrapped:
         self.optimizer = make_optimizer(self.tree.parameters())
         self.optimizer.step()
         self.exact = [Exact(theirs) for _, theirs in self.twins.params]
+
+    def may_step(self):
+        """Return whether the optimizer of the copy takes its gradients."""
+        pairs = zip(self.exact, self.twins.params, strict=True)
+        return all(exact.accepts(theirs.grad) for exact, (_, theirs) in pairs)
 
     def step(self, before=lambda params: None, after=lambda params: None):
         """Make a step of the optimizer; the copy's is an ordinary one, on exact weights.
