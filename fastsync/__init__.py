@@ -12,6 +12,7 @@ from fastsync._build.recipe import BuildError
 from fastsync._build.recipe import source_dir as include_dir
 from fastsync.config.arguments import Faults, Zero
 from fastsync.config.elastic_policy import ElasticPolicy
+from fastsync.config.param_groups import Group
 from fastsync.config.preemption_policy import PreemptionPolicy
 from fastsync.config.replica_policy import ReplicaPolicy
 from fastsync.config.sync_modes import Delayed, DiLoCo, LocalSGD
@@ -45,6 +46,7 @@ __all__ = [
     "FSDPModule",
     "FastDDP",
     "Faults",
+    "Group",
     "LocalSGD",
     "Membership",
     "NonFiniteGradientError",

@@ -221,20 +221,24 @@ void bind_memory(py::module_& m) {
 // The first and the last link of a hierarchical chain join the ranks of a node, which may share
 // memory.
 void use_chains(engine::Reducer& reducer, const std::vector<std::string>& group_names,
-                const std::shared_ptr<comm::SharedMemory>& node_memory) {
+                const std::shared_ptr<comm::SharedMemory>& node_memory, size_t group) {
   std::vector<std::shared_ptr<comm::Collective>> links;
   for (const std::string& name : group_names) links.push_back(comm::Collective::resolve(name));
   if (node_memory) {
     links.front() = std::make_shared<comm::ShmCollective>(node_memory, 0);
     links.back() = std::make_shared<comm::ShmCollective>(node_memory, 1);
   }
-  reducer.use_chains(std::move(links));
+  reducer.use_chains(std::move(links), group);
 }
 
-void use_memory(engine::Reducer& reducer, const std::shared_ptr<comm::SharedMemory>& memory) {
-  if (!memory) return reducer.use_memory(nullptr, nullptr, std::make_shared<ops::BufferPool>());
+void use_memory(engine::Reducer& reducer, const std::shared_ptr<comm::SharedMemory>& memory,
+                size_t group) {
+  if (!memory) {
+    return reducer.use_memory(nullptr, nullptr, std::make_shared<ops::BufferPool>(), group);
+  }
   const auto regions = std::make_shared<comm::ShmCollective>(memory, 1);
-  reducer.use_memory(std::make_shared<comm::ShmCollective>(memory, 0), regions, regions->pool());
+  auto sums = std::make_shared<comm::ShmCollective>(memory, 0);
+  reducer.use_memory(std::move(sums), regions, regions->pool(), group);
 }
 
 // Called in backwards, without the GIL.
@@ -278,6 +282,7 @@ void bind_engine(py::module_& m) {
            py::arg("sync") = true)
       .def("set_static_graph", &Reducer::set_static_graph, release)
       .def("set_divisor", &Reducer::set_divisor, release, py::arg("divisor"))
+      .def("add_group", &Reducer::add_group, release, py::arg("group_name"), py::arg("divisor"))
       .def("use_weights", &use_weights, py::arg("begin_backward"), py::arg("start"),
            py::arg("scale"))
       .def("set_hook", &set_hook, py::arg("state"), py::arg("hook"), py::arg("flags_group"))
@@ -292,9 +297,10 @@ void bind_engine(py::module_& m) {
       .def("squares", &Reducer::squares, release, py::arg("params"), py::arg("units"))
       .def("start_gather", &Reducer::start_gather, release, py::arg("flat"))
       .def("finish_gathers", &Reducer::finish_gathers, release)
-      .def("use_memory", &use_memory, release, py::arg("memory"))
+      .def("use_memory", &use_memory, release, py::arg("memory"), py::arg("group") = 0)
       .def("use_watch", &Reducer::use_watch, release, py::arg("watch"))
-      .def("use_chains", &use_chains, release, py::arg("group_names"), py::arg("node_memory"))
+      .def("use_chains", &use_chains, release, py::arg("group_names"), py::arg("node_memory"),
+           py::arg("group") = 0)
       .def("residuals", &residuals_of)
       .def("load_residuals", &load_residuals, py::arg("residuals"))
       .def("drop_parked", &Reducer::drop_parked, release, py::arg("params"))

@@ -30,13 +30,14 @@ namespace {
 engine::BucketSpec make_spec(const std::vector<std::pair<int64_t, int64_t>>& slots, int64_t numel,
                              int64_t flags_offset, at::ScalarType dtype, bool views, bool sparse,
                              std::optional<engine::CodedSpec> coded,
-                             std::optional<engine::ScatterSpec> scatter) {
+                             std::optional<engine::ScatterSpec> scatter, size_t group) {
   engine::BucketSpec spec;
   for (const auto& [param, offset] : slots) spec.slots.push_back({param, offset});
   spec.flat = {numel, flags_offset, dtype, views};
   spec.sparse = sparse;
   spec.coded = std::move(coded);
   spec.scatter = std::move(scatter);
+  spec.group = group;
   return spec;
 }
 
@@ -176,7 +177,7 @@ void bind_specs(py::module_& m) {
   py::class_<engine::BucketSpec>(m, "BucketSpec")
       .def(py::init(&make_spec), py::arg("slots"), py::arg("numel"), py::arg("flags_offset"),
            py::arg("dtype"), py::arg("views"), py::arg("sparse"), py::arg("coded") = py::none(),
-           py::arg("scatter") = py::none());
+           py::arg("scatter") = py::none(), py::arg("group") = 0);
 }
 
 }  // namespace fastsync

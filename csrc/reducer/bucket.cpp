@@ -34,7 +34,7 @@ const char* to_string(BucketState state) {
 
 Bucket::Bucket(const BucketSpec& spec, const Parameters& params, const Routes& routes, size_t index,
                size_t count)
-    : slots_(std::make_unique<Slots>()), pending_(spec.slots.size()) {
+    : slots_(std::make_unique<Slots>()), group_(spec.group), pending_(spec.slots.size()) {
   FS_CHECK_VALUE(!spec.slots.empty(), "a bucket needs at least one parameter");
   FS_CHECK_VALUE(!spec.sparse || spec.slots.size() == 1, "a sparse bucket holds one parameter");
   for (const SlotSpec& slot : spec.slots) {

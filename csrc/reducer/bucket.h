@@ -55,6 +55,8 @@ class Bucket {
   int64_t gradient_bytes() const;
   // "12 parameters, 'layer4.weight' to 'fc.bias', 25 MiB"; smaller ones in KiB or bytes
   std::string describe() const;
+  // Which ranks average it; see [Note: groups].
+  size_t group() const { return group_; }
   // Whether this rank had no gradient for some slot in this step.
   bool missed() const { return missed_; }
 
@@ -118,6 +120,7 @@ class Bucket {
 
   std::unique_ptr<Slots> slots_;  // which the transport refers to
   std::unique_ptr<Transport> transport_;
+  size_t group_;
   BucketState state_ = BucketState::kFilling;
   size_t pending_ = 0;
   bool missed_ = false;

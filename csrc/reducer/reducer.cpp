@@ -46,7 +46,7 @@ Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::s
       routes_{comm::Collective::resolve(group_name), nullptr, nullptr, nullptr, nullptr},
       usage_(params_, routes_.group->rank(), options.static_graph, options.fail_on_unused) {
   FS_CHECK_VALUE(params.size() == names.size(), "expects one name per parameter");
-  divisor_ = routes_.group->size();
+  divisors_.push_back(routes_.group->size());
   counting_fires_ = options_.static_graph;
   planned_.resize(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
@@ -247,6 +247,9 @@ void Reducer::open_step() {
   for (const auto& ranks : {routes_.memory, routes_.shards}) {
     if (ranks) ranks->begin_step(stats_.steps + 1);
   }
+  for (const Routes& group : groups_) {
+    if (group.memory) group.memory->begin_step(stats_.steps + 1);
+  }
   next_ = 0;
   for (Bucket& bucket : plan_.buckets) bucket.transport().begin();
   watch_.begin_step();
@@ -301,7 +304,7 @@ void Reducer::place_gradient(size_t param) {
              may_take_early(bucket, place.slot)) {
     // Not in the first step, which counts how often each gradient arrives.
     weigh();
-    bucket.offer(place.slot, packing());
+    bucket.offer(place.slot, packing(bucket.group()));
   }
 }
 
@@ -380,9 +383,9 @@ void Reducer::start_flags() {
   flags_->start(used, plan_.buckets.front().device());
 }
 
-Packing Reducer::packing() const {
+Packing Reducer::packing(size_t group) const {
   Packing how;
-  how.scale = weighed_ ? scale_ : ops::Scale(1.0 / divisor_);
+  how.scale = weighed_ ? scale_ : ops::Scale(1.0 / divisors_[group]);
   how.vote = votes() && watch_.vote();
   how.check_finite = options_.check_finite;
   how.squares = squares_;
@@ -413,7 +416,7 @@ void Reducer::wait_for_scale() const {
 void Reducer::launch(Bucket& bucket) {
   log_.sending();
   wait_for_scale();
-  bucket.pack(packing());
+  bucket.pack(packing(bucket.group()));
   const auto index = static_cast<int64_t>(next_);
   log_.mark(Mark::kPacked, index);
   const Transport& transport = bucket.transport();

@@ -39,6 +39,13 @@
 // other rank. A bucket that it sent before the failure includes its gradients. So the number of
 // contributors differs between buckets. It is summed up after the last bucket, and Python rescales
 // the averages to it.
+//
+// [Note: groups]
+// Parameters may be averaged over other ranks than the rest, as experts are over the ranks that
+// hold the same ones. All ranks of the process group have one plan, and a bucket of it says which
+// group averages it. Buckets of all groups are launched and awaited in the order of that plan, so
+// that no two ranks wait for each other in different groups. Votes travel in the buckets of group
+// 0, the process group itself, alone: their sums are the same on all ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -160,6 +167,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_static_graph();
   // Sets the divisor of gradients (world size by default; less when ranks have joined).
   void set_divisor(double divisor);
+  // Adds the next of the groups of later plans. See [Note: groups].
+  void add_group(const std::string& group_name, double divisor);
   // Gradients are scaled as `weighing` says, whatever the divisor.
   void use_weights(Weighing weighing);
   // Takes part in one step of the other ranks without gradients of its own.
@@ -180,16 +189,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void at_end(std::function<void()> action);
   // Averages over another group from the next plan on; the caller must install that plan at once.
   void use_group(const std::string& group_name);
-  // Sets the process groups for the links of coded buckets' chains, in order; see comm/worker.h.
-  // Needed before a plan with coded buckets.
-  void use_chains(std::vector<std::shared_ptr<comm::Collective>> links);
+  // Sets the process groups for the links of a group's coded buckets' chains, in order; see
+  // comm/worker.h. Needed before a plan with coded buckets.
+  void use_chains(std::vector<std::shared_ptr<comm::Collective>> links, size_t group = 0);
   // Sets the process group over which regions travel, of the same ranks. Needed before a plan with
   // sharded buckets.
   void use_shards(const std::string& group_name);
   // From the next plan on, sums of buckets and regions of sharded ones travel through memory that
-  // the ranks share, in buffers of `pool`. Null: both travel through the group.
+  // the ranks of a group share, in buffers of `pool`. Null: both travel through the group.
   void use_memory(std::shared_ptr<comm::Collective> sums, std::shared_ptr<comm::Collective> regions,
-                  std::shared_ptr<ops::BufferPool> pool);
+                  std::shared_ptr<ops::BufferPool> pool, size_t group = 0);
   // Watches for faults of other ranks while it waits; null: no longer.
   void use_watch(std::shared_ptr<FaultWatch> watch);
   // Returns the step timing of the latest window that all ranks have reported; nothing without a
@@ -329,7 +338,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void end_step();
   void abandon();
   bool communicates() const { return routes_.communicate(); }
-  Packing packing() const;
+  Packing packing(size_t group = 0) const;
+  Routes& routes(size_t group) { return group == 0 ? routes_ : groups_.at(group - 1); }
   bool votes() const { return !options_.fail_on_unused && routes_.group->size() > 1; }
   template <typename Fn>
   auto noting_errors(const Fn& fn);
@@ -347,12 +357,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Null: parameters are used in their storage dtype.
   std::shared_ptr<Precision> precision_;
   Routes routes_;
+  std::vector<Routes> groups_;                           // from 1 on
   std::deque<std::unique_ptr<comm::InFlight>> gathers_;  // of regions, under way
   std::vector<std::function<void()>> at_end_;
   std::function<void()> plan_due_;
   std::function<void(std::vector<int64_t>)> differ_;
-  int64_t compared_every_ = 0;  // steps; 0: nothing is compared
-  double divisor_ = 1.0;
+  int64_t compared_every_ = 0;            // steps; 0: nothing is compared
+  std::vector<double> divisors_;          // by group
   Weighing weighing_;                     // empty without weights
   bool weighed_ = false;                  // the scale of the running step is known
   ops::Scale scale_;                      // by weights

@@ -231,10 +231,11 @@ void Reducer::forget_own() {
 void Reducer::scale_alone() {
   if (communicates()) return;
   weigh();
-  const ops::Scale scale = packing().scale;
-  if (!(survival_ || weighed_) || scale.is_one()) return;
+  if (!survival_ && !weighed_ && groups_.empty()) return;
   const at::NoGradGuard no_grad;
   for (const Bucket& bucket : plan_.buckets) {
+    const ops::Scale scale = packing(bucket.group()).scale;
+    if (scale.is_one()) continue;
     for (const Slot& slot : bucket.slots()) {
       const at::Tensor& grad = slot.grad();
       if (!slot.param->used || !grad.defined()) continue;

@@ -34,8 +34,8 @@ void Reducer::set_plan(const std::vector<BucketSpec>& specs, int64_t until, bool
       FS_CHECK_VALUE(place.bucket < 0, "the plan holds a parameter twice");
       place = Place{static_cast<int64_t>(b), s};
     }
-    plan.buckets.emplace_back(watched(specs[b], log_.progress()), params_, routes_, b,
-                              specs.size());
+    plan.buckets.emplace_back(watched(specs[b], log_.progress()), params_, routes(specs[b].group),
+                              b, specs.size());
   }
   plan.until = until;
   plan.number = stats_.plans + 1;

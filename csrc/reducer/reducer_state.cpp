@@ -135,7 +135,15 @@ void Reducer::check_capture() const {
 void Reducer::set_divisor(double divisor) {
   const Lock lock(mutex_);
   FS_CHECK_VALUE(divisor > 0, "gradients cannot be divided by ", divisor);
-  divisor_ = divisor;
+  divisors_.front() = divisor;
+}
+
+void Reducer::add_group(const std::string& group_name, double divisor) {
+  const Lock lock(mutex_);
+  FS_CHECK_VALUE(divisor > 0, "gradients cannot be divided by ", divisor);
+  groups_.push_back({comm::Collective::resolve(group_name), nullptr, nullptr, nullptr, nullptr});
+  divisors_.push_back(divisor);
+  watch_over(groups_.back().group);
 }
 
 void Reducer::use_weights(Weighing weighing) {
@@ -187,7 +195,7 @@ void Reducer::use_group(const std::string& group_name) {
   }
   routes_.memory = nullptr;
   log_.progress()->restart();
-  divisor_ = routes_.group->size();
+  divisors_.front() = routes_.group->size();
   usage_.set_rank(routes_.group->rank());
   watch_.group_changed();
 }
@@ -200,19 +208,20 @@ void Reducer::use_shards(const std::string& group_name) {
 
 void Reducer::use_memory(std::shared_ptr<comm::Collective> sums,
                          std::shared_ptr<comm::Collective> regions,
-                         std::shared_ptr<ops::BufferPool> pool) {
+                         std::shared_ptr<ops::BufferPool> pool, size_t group) {
   const Lock lock(mutex_);
-  routes_.memory = std::move(sums);
+  Routes& used = routes(group);
+  used.memory = std::move(sums);
   givers_.reset();
   alike_.reset();
-  routes_.shards = std::move(regions);
-  routes_.pool = std::move(pool);
+  used.shards = std::move(regions);
+  used.pool = std::move(pool);
 }
 
-void Reducer::use_chains(std::vector<std::shared_ptr<comm::Collective>> links) {
+void Reducer::use_chains(std::vector<std::shared_ptr<comm::Collective>> links, size_t group) {
   const Lock lock(mutex_);
   for (const auto& link : links) watch_over(link);
-  routes_.chains = std::make_shared<comm::Chains>(std::move(links));
+  routes(group).chains = std::make_shared<comm::Chains>(std::move(links));
 }
 
 void Reducer::shadow_step() {

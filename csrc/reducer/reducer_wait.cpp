@@ -30,6 +30,7 @@ void Reducer::use_watch(std::shared_ptr<FaultWatch> watch) {
   log_.use_board(board_);
   watched_as_ = faults_->add(log_.progress(), std::move(names), board_);
   for (const auto& ranks : {routes_.group, routes_.shards}) watch_over(ranks);
+  for (const Routes& group : groups_) watch_over(group.group);
 }
 
 // Lets a fault abort the collectives of these ranks on a device.
@@ -114,6 +115,7 @@ void Reducer::finish_buckets() {
   }
   if (!flags_) used = read_missed();
   const Bucket* last = nullptr;
+  const Bucket* voted = nullptr;
   for (size_t i = 0; i < plan_.buckets.size(); ++i) {
     if (plan_.buckets[i].state() == BucketState::kReady) {
       plan_.buckets[i].abandon();  // idle
@@ -122,11 +124,12 @@ void Reducer::finish_buckets() {
     const bool finished = plan_.buckets[i].state() == BucketState::kFilling;
     if (!finished) finish(i, used);
     last = &plan_.buckets[i];
+    if (last->group() == 0) voted = last;
   }
   if (last) follow_step();
   stats_.exposed_seconds +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  watch_.note_votes(last && !captured_ && votes() ? last->transport().vote() : at::Tensor());
+  watch_.note_votes(voted && !captured_ && votes() ? voted->transport().vote() : at::Tensor());
 }
 
 // On devices: returns which parameters any rank has used, if this rank lacks gradients; else

@@ -74,7 +74,8 @@ SendRows send_rows(const Slots& slots, const Routes& routes, HookPlace place) {
 
 std::unique_ptr<Transport> choose_transport(const BucketSpec& spec, Slots& slots,
                                             const Routes& routes, size_t index, size_t count) {
-  if (!routes.communicate()) return std::make_unique<Alone>();
+  // A group of one rank among others has a divisor, so that its buckets are packed.
+  if (!routes.communicate() && spec.group == 0) return std::make_unique<Alone>();
   if (spec.scatter) return make_scattered(*spec.scatter, slots, regions_of(spec, routes));
   const at::Device device = slots.front().param->tensor.device();
   if (spec.coded) {

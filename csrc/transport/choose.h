@@ -27,6 +27,7 @@ struct BucketSpec {
   std::optional<CodedSpec> coded;
   // Each rank keeps the averages of its own region.
   std::optional<ScatterSpec> scatter;
+  size_t group = 0;  // of ranks that average it; see [Note: groups]
 };
 
 // Routes that a bucket may travel over.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +17,7 @@ __all__ = [
     "BuiltinCommHookType",
     "Front",
     "GradBucket",
+    "broadcast_coalesced",
     "builtin_comm_hook",
     "find_tensors",
     "front_accepts",
@@ -45,6 +47,9 @@ if TYPE_CHECKING:
             self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
         ) -> None: ...
         def _build_params_for_reducer(self) -> tuple[list[torch.Tensor], list[bool]]: ...
+        def _build_debug_param_to_name_mapping(
+            self, parameters: Sequence[torch.Tensor]
+        ) -> dict[int, str]: ...
         def _check_sync_bufs_post_fwd(self) -> bool: ...
         def _clear_grad_buffer(self) -> None: ...
         def _sync_final_model(self, is_last_joiner: bool) -> None: ...
@@ -67,6 +72,13 @@ def find_tensors(output: object) -> Iterable[torch.Tensor]:
         return (output,)
     found: Iterable[torch.Tensor] = _front._find_tensors(output)
     return found
+
+
+def broadcast_coalesced(
+    group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], buffer_size: int, source: int
+) -> None:
+    """Broadcast the tensors of a rank of `group`, in messages of `buffer_size` bytes."""
+    cast(Any, dist)._broadcast_coalesced(group, tensors, buffer_size, source)
 
 
 def builtin_comm_hook(kind: BuiltinCommHookType) -> Callable[..., Any]:

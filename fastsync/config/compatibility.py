@@ -69,6 +69,10 @@ def _sends_no_gradients(setup: Setup) -> bool:
     return mode is not None and mode.warmup == 0 and mode.within == 1
 
 
+def _divisors_differ(setup: Setup) -> bool:
+    return any(group.divisor != group.all_ranks for group in setup.policy.groups)
+
+
 def _coded(setup: Setup) -> bool:
     wire = setup.policy.wire
     return not wire.plain and wire.form != "native"
@@ -85,6 +89,9 @@ FEATURES: Mapping[str, Callable[[Setup], str]] = {
     "find_unused_parameters=False": lambda s: (
         "find_unused_parameters=False" if s.policy.fail_on_unused else ""
     ),
+    "groups": lambda s: "groups" if s.policy.groups else "",
+    "groups of other divisors": lambda s: "groups" if _divisors_differ(s) else "",
+    "hierarchical wire": lambda s: _wire(s, s.policy.wire.form == "hierarchical"),
     "join": lambda s: "join()" if s.join else "",
     "mixed_precision": lambda s: "mixed_precision" if s.policy.mixed != MixedPolicy() else "",
     "nonfinite": lambda s: f"nonfinite={s.policy.nonfinite!r}" if s.policy.checks_finite else "",
@@ -216,6 +223,31 @@ ROWS = (
         "weights",
         "a rank that skips a step has told the others its weight by then",
         "use on_skip='raise' with weights",
+    ),
+    Row(
+        "groups",
+        "zero=1 to 3",
+        "shards are cut over the ranks of the process group, which do not all have the parameters "
+        "of a group",
+        "use zero=0, or fully_shard with a mesh for each part of the model",
+    ),
+    Row("groups", "sync", "rounds average parameters over the ranks of the process group"),
+    Row("groups", "elastic", "the experts of ranks that die may be gone"),
+    Row("groups", "on_skip", "contributors are counted over the ranks of the process group"),
+    Row("groups", "replicas", "ranks of different groups have different parameters"),
+    Row(
+        "groups",
+        "hierarchical wire",
+        "a group has nodes of its own",
+        "use another form of the wire",
+    ),
+    Row("groups", "communication hook", "a hook does not know which ranks a bucket is for"),
+    Row("groups", "join", "a rank without inputs divides by the number of those that have some"),
+    Row(
+        "groups of other divisors",
+        "weights",
+        "the sum of the weights of all ranks divides all gradients",
+        "give the number of all ranks as the divisor: fastsync.Group(group, divisor=...)",
     ),
     Row(
         "weights",

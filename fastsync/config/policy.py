@@ -11,6 +11,7 @@ import torch
 
 from fastsync.config.arguments import Zero, check_parameter_wire
 from fastsync.config.elastic_policy import ElasticPolicy
+from fastsync.config.param_groups import ParamGroup
 from fastsync.config.replica_policy import ReplicaPolicy
 from fastsync.config.sync_modes import SyncMode
 from fastsync.config.topology import Network, Span
@@ -229,6 +230,7 @@ class SyncPolicy:
             `ON_SKIP`.
         elastic: how the training goes on when ranks die; None: it ends.
         sync: when ranks average parameters; None: they average gradients, at every step.
+        groups: parameters that are averaged over other ranks than the rest.
     """
 
     wire: Wire = field(default_factory=Wire)
@@ -246,6 +248,7 @@ class SyncPolicy:
     on_skip: str = "raise"
     elastic: ElasticPolicy | None = None
     sync: SyncMode | None = None
+    groups: tuple[ParamGroup, ...] = ()
 
     @property
     def may_skip(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import TypedDict
 
@@ -13,7 +13,7 @@ from torch import nn
 from fastsync._torch import flatten, front_accepts, unflatten
 from fastsync.reducer.monitor import looks_out, watched
 
-__all__ = ["BufferWatch", "broadcast", "buffer_arguments", "can_broadcast"]
+__all__ = ["BufferWatch", "broadcast", "buffer_arguments", "by_group", "can_broadcast"]
 
 
 class BufferWatch:
@@ -35,6 +35,24 @@ class BufferWatch:
             part.training and next(part.buffers(recurse=False), None) is not None
             for part in module.modules()
         )
+
+
+def by_group(
+    buffers: Sequence[torch.Tensor],
+    module: nn.Module,
+    groups: Sequence[tuple[dist.ProcessGroup, Collection[str]]],
+    rest: dist.ProcessGroup,
+) -> Iterator[tuple[dist.ProcessGroup, Sequence[torch.Tensor]]]:
+    """Yield the buffers of each group, in the same order on all ranks; `rest` has the others."""
+    if not groups:
+        yield rest, buffers
+        return
+    owner = {name: group for group, names in groups for name in names}
+    group_of = {id(b): owner[name] for name, b in module.named_buffers() if name in owner}
+    for group in dict.fromkeys((rest, *(group for group, _ in groups))):
+        its = [b for b in buffers if group_of.get(id(b), rest) is group]
+        if its:
+            yield group, its
 
 
 def can_broadcast(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup) -> bool:

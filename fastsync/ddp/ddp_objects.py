@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fastsync._build.env import Env
 from fastsync._torch import GradBucket
 from fastsync.ddp.logging_data import LoggingData, StepLogger, WrapFacts, construction_data
 from fastsync.reducer.engine import Engine
-from fastsync.reducer.monitor import awaited
+from fastsync.reducer.monitor import awaited, meeting_place
 from fastsync.sync.rounds import Rounds
 from fastsync.timeline.recorder import Recorder
-from fastsync.zero.gradient_norms import Holders
+from fastsync.zero.exchange import Exchange
+from fastsync.zero.gradient_norms import Apart, Holders
 from fastsync.zero.optimizer_checkpoint import OptimizerCheckpoint
 from fastsync.zero.sharded_optimizer import ShardedOptimizers
 
@@ -55,6 +57,7 @@ class DDPReducer:
         self._initial_world = engine.group.size()
         self._in_lockstep = in_lockstep
         self._syncs = False
+        self._apart = _apart(engine)
 
     def optimizers(self, module: nn.Module) -> OptimizerCheckpoint:
         """Return the part of checkpoints that concerns the optimizers of `module`, which was
@@ -65,7 +68,7 @@ class DDPReducer:
     def holders(self) -> Holders:
         """Return the objects that hold gradients between a backward and a step."""
         sharers = None if self.sharded is None else self.sharded.sharers
-        return Holders(self.engine.core, sharers)
+        return Holders(self.engine.core, sharers, self._apart)
 
     def await_buffers(self, exchange: Callable[[], object]) -> None:
         """Let this rank wait for others by `exchange`."""
@@ -161,6 +164,11 @@ class DDPReducer:
                 "the state of optimizers is spread over the ranks of the old process group: wrap "
                 "the model again, or use zero=0"
             )
+        if self.engine.policy.groups:
+            raise ValueError(
+                "groups= names ranks of the old process group: wrap the model again, or leave "
+                "groups out"
+            )
         self.engine.use_group(group)
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
@@ -181,6 +189,19 @@ class DDPReducer:
             f"FastDDP's reducer has no {name!r}: that part of DistributedDataParallel is not "
             "supported"
         )
+
+
+def _apart(engine: Engine) -> Apart | None:
+    """Return the gradients that are averaged over groups of their own."""
+    if not engine.policy.groups or engine.group.size() == 1:
+        return None
+    tensors = {param.name: param.tensor for param in engine.params}
+    parts = [
+        ({id(tensors[name]) for name in its.names if name in tensors}, len(its.ranks))
+        for its in engine.policy.groups
+    ]
+    place = meeting_place(engine.group, "norm over groups", Env.read().agree_timeout)
+    return Apart(Exchange(engine.group, place, None, engine.params[0].tensor.device), parts)
 
 
 def in_lockstep(model: weakref.ref[Any]) -> bool:

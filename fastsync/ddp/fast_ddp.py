@@ -21,6 +21,7 @@ from fastsync._torch import (
     BuiltinCommHookType,
     Front,
     backward_is_running,
+    broadcast_coalesced,
     builtin_comm_hook,
     find_tensors,
     split_graphs_at_buckets,
@@ -30,11 +31,18 @@ from fastsync.config import compatibility
 from fastsync.config.arguments import Faults, Zero, moved
 from fastsync.config.compatibility import Setup
 from fastsync.config.elastic_policy import ElasticPolicy
+from fastsync.config.param_groups import Group, GroupKey
 from fastsync.config.policy import BucketPolicy, MixedPolicy, SyncPolicy
 from fastsync.config.preemption_policy import PreemptionPolicy
 from fastsync.config.replica_policy import ReplicaPolicy
 from fastsync.config.sync_modes import SyncMode, sync_mode
-from fastsync.ddp.buffers import BufferWatch, broadcast, buffer_arguments, can_broadcast
+from fastsync.ddp.buffers import (
+    BufferWatch,
+    broadcast,
+    buffer_arguments,
+    by_group,
+    can_broadcast,
+)
 from fastsync.ddp.ddp_objects import DDPLogger, DDPReducer, in_lockstep
 from fastsync.ddp.elastic_training import Elastic, Membership, make_elastic
 from fastsync.ddp.guards import make_guards
@@ -100,6 +108,9 @@ class FastDDP(Front):
         sync: when ranks average: None, at every step; or a `fastsync.LocalSGD`, `DiLoCo` or
             `Delayed`, with which gradients stay local; see docs/sync.md. "diloco:64" means
             `DiLoCo(64)`, and "local:" and "delayed:" likewise.
+        groups: parameters that are averaged over other ranks than those of the process group:
+            patterns of their names, modules or parameters, and for each the process group of those
+            of its ranks that have the same ones, or a `fastsync.Group`; see docs/means.md.
 
     Raises:
         RuntimeError: there is no parameter to train.
@@ -169,12 +180,13 @@ class FastDDP(Front):
         zero: int | Zero = 0,
         faults: Faults | None = None,
         sync: SyncMode | str | None = None,
+        groups: Mapping[GroupKey, dist.ProcessGroup | Group] | None = None,
         **unknown: object,
     ) -> None:
         if unknown:
             raise moved(unknown)
         faults = faults or Faults()
-        request = Request(module, process_group, device_mesh, device_ids, output_device)
+        request = Request(module, process_group, device_mesh, device_ids, output_device, groups)
         self._buckets, self._policy, self._timeline, self._saves = request.settle(
             lambda: BucketPolicy.from_mb(bucket_cap_mb, bucket_cap_mb_list),
             lambda: SyncPolicy(
@@ -214,6 +226,10 @@ class FastDDP(Front):
                 **request.placed,
                 **buffer_arguments(broadcast_buffers, forward_sync_buffers),
             )
+            if init_sync:
+                self._sync_groups(
+                    forward_sync_buffers is not None or broadcast_buffers is not False
+                )
         self._meets = False
         self._complete(mixed_precision, forward_sync_buffers)
 
@@ -251,20 +267,38 @@ class FastDDP(Front):
         """Meet all ranks before torch's constructor compares and broadcasts.
 
         Torch cannot look up from waiting there. What a module runs before, such as
-        `named_buffers()`, may take long on one rank.
+        `named_buffers()`, may take long on one rank. Groups have broadcasts of their own.
         """
         built = super()._build_params_for_reducer()
         if self._meets:
             come_together(self.process_group, "the wrapping of the model")
+        self.parameters_to_ignore |= {name for of in self._policy.groups for name in of.names}
         return built
+
+    def _build_debug_param_to_name_mapping(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> dict[int, str]:
+        """Torch's constructor calls this after its broadcast."""
+        self.parameters_to_ignore -= {name for of in self._policy.groups for name in of.names}
+        return super()._build_debug_param_to_name_mapping(parameters)
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        if can_broadcast(tensors, self.process_group):
-            broadcast(tensors, self.process_group, authoritative_rank)
-        else:
-            super()._distributed_broadcast_coalesced(tensors, buffer_size, authoritative_rank)
+        groups = [(group.process_group, group.names) for group in self._policy.groups]
+        for group, its in by_group(tensors, self.module, groups, self.process_group):
+            if can_broadcast(its, group):
+                broadcast(its, group, authoritative_rank)
+            else:
+                broadcast_coalesced(group, its, buffer_size, authoritative_rank)
+
+    def _sync_groups(self, buffers: bool) -> None:
+        """Replicate what belongs to a group from its first rank. Torch's front left that out."""
+        named = [*self.module.named_parameters(), *(self.module.named_buffers() if buffers else ())]
+        for its in self._policy.groups:
+            states = [tensor.detach() for name, tensor in named if name in its.names]
+            come_together(its.process_group, f"the wrapping of the model, the group of {its.label}")
+            broadcast_coalesced(its.process_group, states, self.broadcast_bucket_size, 0)
 
     def _ddp_init_helper(
         self,

@@ -30,6 +30,8 @@ from fastsync.zero.gradient_proxies import ShardedGradient
 
 __all__ = ["NonFiniteGradientError", "NonFiniteGuard"]
 
+_PLACE = "the search for NaN and infinity"
+
 
 class NonFiniteGradientError(RuntimeError):
     """An optimizer was about to step on gradients that hold NaN or infinity.
@@ -108,7 +110,7 @@ class NonFiniteGuard(StepWatcher):
         """Return the error about the gradients of these parameters, if any. Collective where there
         is one.
         """
-        given = dict(self._engine.core.nonfinite())
+        given = self._given()
         if not given:
             return None
         order = [i for bucket in self._engine.plan.buckets for i in bucket.params]
@@ -123,6 +125,16 @@ class NonFiniteGuard(StepWatcher):
             if any(one.left for one in of_rank)
         ]
         return _error(found) if found else None
+
+    def _given(self) -> dict[int, bool]:
+        """Return the parameters that any rank knows of, and whether this rank gave NaN or infinity.
+        Collective with groups, whose ranks alone know of their parameters.
+        """
+        given = dict(self._engine.core.nonfinite())
+        if self._engine.policy.groups and self._engine.group.size() > 1:
+            everyones = gather_watched(sorted(given), self._engine.group, _PLACE)
+            given = {i: given.get(i, False) for i in sorted({i for its in everyones for i in its})}
+        return given
 
     def _is_left(self, index: int) -> bool:
         grad = self._engine.params[index].tensor.grad
@@ -142,7 +154,7 @@ class NonFiniteGuard(StepWatcher):
             "the others to step on gradients that hold NaN or infinity",
             remedy="With nonfinite='skip' or 'raise', every rank makes the same steps",
         )
-        return gather_watched(mine, group, "the search for NaN and infinity")
+        return gather_watched(mine, group, _PLACE)
 
 
 def _error(found: list[tuple[str, list[int]]]) -> NonFiniteGradientError:

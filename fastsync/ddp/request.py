@@ -6,9 +6,9 @@ itself, from the report that they raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,6 +22,13 @@ from fastsync._torch import default_group, has_python_reducer, is_registered
 from fastsync.config import compatibility
 from fastsync.config.arguments import Zero
 from fastsync.config.compatibility import Setup
+from fastsync.config.param_groups import (
+    Group,
+    GroupKey,
+    ParamGroup,
+    check_parts,
+    find_groups,
+)
 from fastsync.config.policy import BucketPolicy, SyncPolicy
 from fastsync.config.preemption_policy import PreemptionPolicy
 from fastsync.config.sync_modes import SyncMode
@@ -32,7 +39,7 @@ from fastsync.faults.rendezvous import UnreachableStoreError
 from fastsync.reducer import core
 from fastsync.reducer.buckets import travels_coded
 from fastsync.reducer.engine import NamedParam
-from fastsync.reducer.monitor import open_watch, watched, wrapping
+from fastsync.reducer.monitor import gather_watched, lend_watch, open_watch, watched, wrapping
 from fastsync.reducer.tied_parameters import check_untied
 from fastsync.timeline.timeline_policy import TimelinePolicy
 from fastsync.wire.formats import FORMATS, Wire
@@ -53,6 +60,7 @@ class Request:
     device_mesh: DeviceMesh | None
     device_ids: Sequence[int | torch.device] | None
     output_device: int | torch.device | None
+    groups: Mapping[GroupKey, dist.ProcessGroup | Group] | None = None
 
     def settle(
         self,
@@ -66,6 +74,7 @@ class Request:
         def check() -> tuple[Settled, dict[str, str]]:
             self._check_module()
             caps, settled, recorded, saves = buckets(), policy(), timeline(), preemption()
+            settled = replace(settled, groups=self._find_groups())
             check_preemption(saves, self._group())
             setup = Setup(
                 settled,
@@ -99,6 +108,7 @@ class Request:
                 "on_skip": settled.on_skip,
                 "elastic": str(settled.elastic),
                 "sync": settled.sync.describe() if settled.sync else "every step",
+                "groups": "; ".join(group.describe() for group in settled.groups) or "none",
                 "shared_memory": str(settled.wire.shared_memory),
                 "on_preemption": str(saves and saves.signals),
             }
@@ -108,6 +118,7 @@ class Request:
         settled = self._together(check, failure, partial(open_watch, self._group()))
         with self.wrapping():
             self._probe(settled[1].wire)
+            self._meet_groups(settled[1])
         return settled
 
     @property
@@ -194,6 +205,29 @@ class Request:
             return None, {}
 
         self._together(check, "gradients cannot travel as bytes on every rank;")
+
+    def _find_groups(self) -> tuple[ParamGroup, ...]:
+        ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+        return find_groups(self.groups or {}, self.module, self._group(), ignored)
+
+    def _meet_groups(self, policy: SyncPolicy) -> None:
+        """Check that ranks of a group mean the same group, and let them watch each other.
+        Collective where there are groups.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        whole = self._group()
+        if not policy.groups or whole.size() == 1:
+            return
+        mine = [group.ranks for group in policy.groups]
+        everyones = gather_watched(mine, whole, "the comparison of groups")
+        ranks = dist.get_process_group_ranks(whole)
+        labels = [group.label for group in policy.groups]
+        check_parts(labels, dict(zip(ranks, everyones, strict=True)))
+        for group in policy.groups:
+            if group.process_group is not whole:
+                lend_watch(group.process_group, whole)
 
     def _group(self) -> dist.ProcessGroup:
         if self.process_group is not None and self.device_mesh is not None:

@@ -73,6 +73,8 @@ class ParamSpec:
         pairs: its elements are complex; hooks must not see them mixed with real ones.
         codec: the format it is meant to travel in.
         shard: its place where the ranks share its gradient; such parameters travel by unit.
+        group: which ranks average it: 0 for those of the process group, else the position in
+            `SyncPolicy.groups`, from 1 on. Such parameters have buckets of their own.
     """
 
     index: int
@@ -83,6 +85,7 @@ class ParamSpec:
     pairs: bool = False
     codec: AnyCodec = _FP32
     shard: ShardSlot | None = None
+    group: int = 0
 
     @classmethod
     def of(
@@ -132,6 +135,7 @@ class PlannedBucket:
     coded: CodedPlan | None = None
     shards: tuple[ShardSlot, ...] = ()
     regions: RegionLayout | None = None
+    group: int = 0
 
     @property
     def format_name(self) -> str:
@@ -160,12 +164,12 @@ class BucketPlan:
 
     buckets: tuple[PlannedBucket, ...]
 
-    @property
-    def chained(self) -> bool:
-        """Return whether any bucket travels through a chain of collectives."""
+    def chained(self, group: int) -> bool:
+        """Return whether any bucket of a group travels through a chain of collectives."""
         return any(
             bucket.coded is not None and (bucket.regions is None or bucket.coded.node_ranks > 1)
             for bucket in self.buckets
+            if bucket.group == group
         )
 
 
@@ -256,7 +260,7 @@ def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[Para
         if spec.sparse:
             closed.append(_OpenGroup([spec], latest=position))
             continue
-        key: object = (spec.dtype, spec.device, spec.pairs, spec.codec)
+        key: object = (spec.dtype, spec.device, spec.pairs, spec.codec, spec.group)
         if spec.shard is not None:  # which ends with its last gradient, however large it is
             key = (spec.shard.unit, spec.codec)
         group = open_groups.setdefault(key, _OpenGroup())
@@ -274,13 +278,15 @@ def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[Para
 def _planned(
     group: Sequence[ParamSpec], policy: SyncPolicy, world_size: int, node_ranks: int
 ) -> PlannedBucket:
-    gradient = group[0].dtype
+    gradient, number = group[0].dtype, group[0].group
     if group[0].shard is not None:
         return _sharded(group, policy, world_size, node_ranks)
+    if number > 0:
+        world_size = len(policy.groups[number - 1].ranks)
     codec = _codec_of(group, policy)
     nodes = world_size // node_ranks
-    if node_ranks > 1 and nodes == 1:
-        codec = None  # nothing leaves the node
+    if (node_ranks > 1 or number > 0) and nodes == 1:
+        codec = None  # nothing leaves the node, or the rank
     if codec is not None:
         form = policy.wire.form_for(codec, nodes, group[0].device)
         if form != "native":
@@ -297,6 +303,7 @@ def _planned(
         dtype=native,
         views=policy.views and native == gradient,
         sparse=group[0].sparse,
+        group=number,
     )
 
 
@@ -400,4 +407,5 @@ def _coded_bucket(group: Sequence[ParamSpec], slots: FlatLayout, coded: CodedPla
         views=False,
         sparse=False,
         coded=coded,
+        group=group[0].group,
     )

@@ -390,6 +390,7 @@ def bucket_spec(index: int, bucket: PlannedBucket, sender: Sender) -> _C.BucketS
         sparse=bucket.sparse,
         coded=None if plan is None else coded_spec(index, plan, sender),
         scatter=_scatter_spec(bucket, sender) if bucket.shards else None,
+        group=bucket.group,
     )
 
 

@@ -58,6 +58,7 @@ class Engine:
         policy: how gradients travel, now.
         shares: what of them the ranks share.
         routes: what gradients travel over beside the process group.
+        group_routes: the same for each of `policy.groups`.
         on_step: called with the C++ reducer before every step, at the same steps on all ranks.
         unused: what is said of parameters without gradient.
         pace: which ranks the others wait for.
@@ -89,6 +90,10 @@ class Engine:
         self.core.use_watch(watch_of(group))
         self.routes = Routes(self.core, self._params)
         self.routes.use_group(group, policy)
+        self._group_of = {
+            name: number for number, of in enumerate(policy.groups, start=1) for name in of.names
+        }
+        self.group_routes = [self._make_group(n) for n in range(1, len(policy.groups) + 1)]
         memory = self.routes.memory
         shares = memory and policy.zero.stage > 0 and policy.elastic is None
         self._buckets = buckets.in_memory(policy.zero.master_weights) if shares else buckets
@@ -110,6 +115,15 @@ class Engine:
         # Autograd reaches the last registered layers first.
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
         self._install(order)
+
+    def _make_group(self, number: int) -> Routes:
+        """Have the reducer average over another group. Collective."""
+        its = self.policy.groups[number - 1]
+        self.core.add_group(resolvable_name(its.process_group), its.divisor)
+        params = [param for param in self._params if param.name in its.names]
+        routes = Routes(self.core, params, number)
+        routes.use_group(its.process_group, self.policy)
+        return routes
 
     @property
     def params(self) -> Sequence[NamedParam]:
@@ -414,8 +428,11 @@ class Engine:
         self.plan = self._plan(order)
         self._order_is_known = self.core.stats()["steps"] > 0
         until = self.policy.wire.warmup_steps if self._is_warming_up() else -1
-        if self.plan.chained and self._group.size() > 1:
+        if self.plan.chained(0) and self._group.size() > 1:
             self.routes.make_chains(self.policy)
+        for number, routes in enumerate(self.group_routes, start=1):
+            if self.plan.chained(number):
+                routes.make_chains(self.policy)
         nodes, gradients = self.routes.nodes, self.shares.gradients
         owners = self.shares.owners(nodes)
         sender = core.Sender(self.wire, self._group.rank(), nodes, gradients, owners)
@@ -428,7 +445,7 @@ class Engine:
         param = self._params[index]
         spec = ParamSpec.of(index, param.tensor, param.sparse, wire.codec_for(param.name))
         shard = self.shares.place(index) if self.policy.shardable else None
-        return replace(spec, shard=shard)
+        return replace(spec, shard=shard, group=self._group_of.get(param.name, 0))
 
     def _regroup(self) -> None:
         """Take a recent plan or make a new one: other parameters are trained than are planned.

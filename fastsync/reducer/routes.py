@@ -28,6 +28,7 @@ class Routes:
     Args:
         reducer: the reducer that uses them.
         params: parameters whose gradients travel.
+        number: which of the reducer's groups travels over them.
 
     Attributes:
         nodes: this rank's place in the hierarchical form; None in the others, and where each node
@@ -35,8 +36,10 @@ class Routes:
         memory: of the ranks, where they are on one machine.
     """
 
-    def __init__(self, reducer: core.Reducer, params: Sequence[NamedParam]) -> None:
-        self._core, self._own = reducer, OwnGroups()
+    def __init__(
+        self, reducer: core.Reducer, params: Sequence[NamedParam], number: int = 0
+    ) -> None:
+        self._core, self._own, self._number = reducer, OwnGroups(), number
         self._own.end_with(reducer)
         self._device = params[0].tensor.device
         self._nbytes = sum(p.tensor.nbytes for p in params)
@@ -56,7 +59,7 @@ class Routes:
                 keep_for_good(link)  # ranks may have died in what travels over it
         self._group = group
         self.memory = self._share_memory(group, policy)
-        self._core.use_memory(self.memory)
+        self._core.use_memory(self.memory, self._number)
         self.find_nodes(policy.wire)
         self._links, self._linked, self._own_group = {}, (), None
 
@@ -95,7 +98,7 @@ class Routes:
         if self._linked != names:
             self._linked = names
             memory = self._node_memory.get(self.nodes) if self.nodes is not None else None
-            self._core.use_chains(self._linked, memory)
+            self._core.use_chains(self._linked, memory, self._number)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Collectives of Gloo's in chains may take so long from now on."""

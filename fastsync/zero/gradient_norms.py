@@ -8,20 +8,44 @@ written only if they are too large.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.utils import clip_grad_norm_
+import torch.distributed as dist
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from fastsync.reducer import core
+from fastsync.zero.exchange import Exchange
 from fastsync.zero.gradient_proxies import ShardedGradient, ShardGroup
 
-__all__ = ["Holders", "clip_norm"]
+__all__ = ["Apart", "Holders", "clip_norm"]
 
+_PLACE = "the norm of all gradients"
 _EPSILON = 1e-6  # as in torch
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 _WIDE = (torch.float64, torch.complex128)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Gradients that not all ranks have.
+
+    Attributes:
+        exchange: all ranks.
+        parts: ids of parameters, and how many ranks have the same gradients of them.
+    """
+
+    exchange: Exchange
+    parts: Sequence[tuple[Collection[int], int]]
+
+    def split(
+        self, params: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[tuple[list[torch.Tensor], int]]]:
+        """Return the parameters whose gradients all ranks have, and the others by part."""
+        apart = {index for ids, _ in self.parts for index in ids}
+        parts = [([p for p in params if id(p) in ids], ranks) for ids, ranks in self.parts]
+        return [p for p in params if id(p) not in apart], parts
 
 
 @dataclass(frozen=True)
@@ -31,10 +55,12 @@ class Holders:
     Attributes:
         reducer: the reducer that averages them.
         sharers: the ranks that they may be spread over.
+        apart: those that not all ranks have; None: all have all.
     """
 
     reducer: core.Reducer
     sharers: ShardGroup | None
+    apart: Apart | None = None
 
 
 @dataclass(frozen=True)
@@ -42,16 +68,16 @@ class _Squares:
     """One rank's sums of squares of gradients.
 
     Attributes:
-        owned: the sum of the squares of elements that this rank alone has.
-        common: the same for elements that every rank has.
-        sharers: the ranks that gradients are spread over; None where each has all of them.
+        owned: this rank's part of the sum of the squares of elements that not every rank has.
+        common: the sum for elements that every rank has.
+        exchange: the ranks that gradients are spread over; None where each has all of them.
         wide: whether fp64 is among them.
         tensors: returns those that hold them.
     """
 
     owned: float
     common: float
-    sharers: ShardGroup | None
+    exchange: Exchange | None
     wide: bool
     tensors: Callable[[], list[torch.Tensor]]
 
@@ -74,29 +100,77 @@ def clip_norm(
         RuntimeError: it is not finite, and the caller wants an error then.
     """
     params = list(params)
-    squares = _known(params, holders) or _read(params) if norm_type == 2.0 else None
+    squares = _squares(params, holders) if norm_type == 2.0 else None
     if squares is None:
-        return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        if holders.apart is None:
+            return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        norm = _norm_over_parts(params, norm_type, holders.apart)
+        _check(norm, norm_type, error_if_nonfinite)
+        clip_grads_with_norm_(params, max_norm, norm)
+        return norm
     total = squares.common
-    if squares.sharers is not None:
-        total += squares.sharers.exchange.sum("the norm of all gradients", squares.owned)
-    norm = math.sqrt(total)
-    if error_if_nonfinite and not math.isfinite(norm):
+    if squares.exchange is not None:
+        total += squares.exchange.sum(_PLACE, squares.owned)
+    norm = torch.tensor(math.sqrt(total), dtype=torch.float64)
+    _check(norm, norm_type, error_if_nonfinite)
+    share = _rounded(max_norm / (norm.item() + _EPSILON))
+    tensors = [] if share >= 1.0 else squares.tensors()  # where it is NaN, too
+    if tensors:
+        torch._foreach_mul_(tensors, share)
+    return norm if squares.wide else norm.to(torch.float32)
+
+
+def _check(norm: torch.Tensor, norm_type: float, error_if_nonfinite: bool) -> None:
+    if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
             "so it cannot be clipped. To disable this error and scale the gradients by the "
             "non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    share = _rounded(max_norm / (norm + _EPSILON))
-    tensors = [] if share >= 1.0 else squares.tensors()  # where it is NaN, too
-    if tensors:
-        torch._foreach_mul_(tensors, share)
-    return torch.tensor(norm, dtype=torch.float64 if squares.wide else torch.float32)
+
+
+def _norm_over_parts(
+    params: Sequence[torch.Tensor], norm_type: float, apart: Apart
+) -> torch.Tensor:
+    """Return the norm of all gradients, each counted once. Collective."""
+    common, parts = apart.split(params)
+
+    def norm_of(its: Sequence[torch.Tensor]) -> torch.Tensor:
+        norm = get_total_norm([p.grad for p in its if p.grad is not None], norm_type)
+        return norm.to(params[0].device, torch.float64)
+
+    if norm_type == math.inf:
+        largest = torch.stack([norm_of(its) for its in (common, *(its for its, _ in parts))]).amax()
+        apart.exchange.reduce(largest, _PLACE, dist.ReduceOp.MAX)
+        return largest.to(torch.float32)
+    own = torch.stack([norm_of(its) ** norm_type / ranks for its, ranks in parts]).sum()
+    apart.exchange.reduce(own, _PLACE)
+    return ((norm_of(common) ** norm_type + own) ** (1.0 / norm_type)).to(torch.float32)
 
 
 def _rounded(share: float) -> float:
     """Round to fp32: ranks that add up in different ways must scale alike."""
     return torch.tensor(share, dtype=torch.float32).item() if share < 1e38 else share
+
+
+def _squares(params: Sequence[torch.Tensor], holders: Holders) -> _Squares | None:
+    """Return the sums of squares; None where they are not those of elements on this CPU."""
+    if holders.apart is None:
+        return _known(params, holders) or _read(params)
+    common, parts = holders.apart.split(params)
+    whole = _known(common, holders) or _read(common)
+    others = [(_known(its, holders) or _read(its), ranks) for its, ranks in parts]
+    known = [(squares, ranks) for squares, ranks in others if squares is not None]
+    if whole is None or len(known) < len(others):
+        return None
+    every = [whole, *(squares for squares, _ in known)]
+    return _Squares(
+        owned=sum(squares.common / ranks for squares, ranks in known),
+        common=whole.common,
+        exchange=holders.apart.exchange,
+        wide=any(squares.wide for squares in every),
+        tensors=lambda: [tensor for squares in every for tensor in squares.tensors()],
+    )
 
 
 def _known(params: Sequence[torch.Tensor], holders: Holders) -> _Squares | None:
@@ -114,8 +188,8 @@ def _known(params: Sequence[torch.Tensor], holders: Holders) -> _Squares | None:
         spread = (grad for grad in grads if isinstance(grad, ShardedGradient))
         return known.tensors + [grad.share.piece for grad in spread]
 
-    spread_over = holders.sharers if known.spread else None
-    return _Squares(known.owned, known.common, spread_over, known.wide, tensors)
+    exchange = holders.sharers.exchange if holders.sharers and known.spread else None
+    return _Squares(known.owned, known.common, exchange, known.wide, tensors)
 
 
 def _read(params: Sequence[torch.Tensor]) -> _Squares | None:
@@ -128,9 +202,9 @@ def _read(params: Sequence[torch.Tensor]) -> _Squares | None:
     for grad, square in zip(grads, core.square_sums(tensors), strict=True):
         total[isinstance(grad, ShardedGradient)] += square
     spread = (grad for grad in grads if isinstance(grad, ShardedGradient))
-    spread_over = next((grad.share.shards().sharers for grad in spread), None)
+    exchange = next((grad.share.shards().sharers.exchange for grad in spread), None)
     wide = any(tensor.dtype in _WIDE for tensor in tensors)
-    return _Squares(total[True], total[False], spread_over, wide, lambda: tensors)
+    return _Squares(total[True], total[False], exchange, wide, lambda: tensors)
 
 
 def _is_plain(grad: torch.Tensor) -> bool:

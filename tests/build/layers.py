@@ -28,7 +28,7 @@ MODULE_LAYERS = {
         ["__init__"],
     ],
     "config": [
-        ["switch", "sync_modes", "topology"],
+        ["param_groups", "switch", "sync_modes", "topology"],
         ["elastic_policy", "preemption_policy", "replica_policy"],
         ["arguments"],
         ["policy"],

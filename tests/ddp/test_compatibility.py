@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastsync import FastDDP, Wire
+from fastsync import FastDDP, Group, Wire
 from fastsync.config.arguments import grouped
 from fastsync.config.compatibility import FEATURES, ROWS, Row
 from fastsync.testing import run_ranks
@@ -21,6 +21,9 @@ ASKED = {
     "elastic": {"elastic": True},
     "elastic on GPUs": {"elastic": True},
     "find_unused_parameters=False": {"find_unused_parameters": False},
+    "groups": {},
+    "groups of other divisors": {},
+    "hierarchical wire": {"wire": Wire("int8", "hierarchical")},
     "join": {},
     "mixed_precision": {"mixed_precision": BF16},
     "nonfinite": {"nonfinite": "skip"},
@@ -52,6 +55,10 @@ def built(features):
         options |= ASKED[feature]
     if "device_mesh" in features:
         options["device_mesh"] = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    if "groups" in features:
+        options["groups"] = {"weight": torch.distributed.group.WORLD}
+    if "groups of other divisors" in features:
+        options["groups"] = {"weight": Group(torch.distributed.group.WORLD, 3)}
     device = "meta" if "elastic on GPUs" in features else "cpu"
     model = FastDDP(nn.Linear(2, 2, device=device), **grouped(options))
     if "communication hook" in features:
@@ -88,7 +95,7 @@ def test_features_alone_are_accepted():
 
 def alone_on_ranks(rank, world, names):
     for name in names:
-        if name != "wire with a memory":  # whose nodes two ranks do not have
+        if name not in ("wire with a memory", "hierarchical wire"):  # two ranks have no nodes
             model = built((name,))
             torch.distributed.barrier()  # no group ends while another rank connects to it
             del model

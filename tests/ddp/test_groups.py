@@ -1,0 +1,458 @@
+"""Parameters that are averaged over groups of their own: results are those of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastsync import FastDDP, Faults, Group, NonFiniteGradientError, Wire
+from tests.helpers.parallel_models import (
+    ContextParallel,
+    Experts,
+    TensorParallel,
+    groups_of,
+    samples,
+)
+from tests.helpers.teams import run_ranks
+
+STEPS = 50
+
+
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def state(model):
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+# --- oracles: what a rank is given of a batch, and how its groups are chosen
+
+
+def own_samples(step, rank):
+    return samples(step, rank)
+
+
+def replica_samples(step, rank):
+    """Ranks of a replica have the same samples."""
+    return samples(step, rank // 2)
+
+
+def sequence(step, rank):
+    """Ranks of a replica have one sequence, of which each takes its part."""
+    return samples(step, rank // 2, ContextParallel.LENGTH)
+
+
+def target_of(model, y):
+    return y[getattr(model, "mine", slice(None))]
+
+
+CASES = {
+    "experts": (Experts, own_samples, lambda part: {"experts.*": Group(part, 4)}, (0, 1, 2, 3)),
+    "tensors": (TensorParallel, replica_samples, lambda part: {"up": part, "down": part}, (0, 2)),
+    "context": (ContextParallel, sequence, lambda part: {"positions": Group(part, 4)}, (0, 2)),
+}
+
+
+def train(rank, world, kind, options):
+    model_class, data, groups, _ = CASES[kind]
+    replica, part = groups_of(rank)
+    net = model_class(replica, rank % 2)
+    model = FastDDP(net, groups=groups(part), bucket_cap_mb=0.0002, **options)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        x, y = data(step, rank)
+        optimizer.zero_grad()
+        loss = (model(x, step, rank) - target_of(net, y)).square().mean()
+        loss.backward()
+        if "clip" in kind:
+            model.clip_grad_norm_(0.1)
+        optimizer.step()
+    return state(net)
+
+
+def expected(kind):
+    """Return the weights of one process that has all parts and all samples."""
+    model_class, data, _, ranks = CASES[kind]
+    net = model_class()
+    optimizer = optimizer_of(net)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in ranks:
+            x, y = data(step, rank)
+            loss = (net(x, step, rank) - y).square().mean()
+            (loss / len(ranks)).backward()
+        optimizer.step()
+    return state(net)
+
+
+def part_of(kind, name, whole, rank):
+    """Return what a rank should have of the weights of one process."""
+    place = rank % 2
+    if kind == "experts" and name.startswith("experts"):
+        return whole[name.replace("all", str(place))]
+    if kind == "tensors" and name in ("up", "down"):
+        return whole[name][4 * place : 4 * place + 4]
+    if kind == "context" and name == "positions":
+        return whole[name][3 * place : 3 * place + 3]
+    return whole[name]
+
+
+OPTIONS = {"memory": {}, "gloo": {"wire": Wire(shared_memory=False)}}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", CASES)
+def test_weights_are_those_of_one_process(kind, options):
+    whole = expected(kind)
+    for rank, weights in enumerate(run_ranks(train, 4, kind, OPTIONS[options])):
+        for name, weight in weights.items():
+            part = part_of(kind, name, whole, rank)
+            torch.testing.assert_close(weight, part, rtol=1e-9, atol=1e-9, msg=name)
+
+
+class Two(nn.Module):
+    """A layer for all ranks and one for a group; whole numbers, which sums keep exactly."""
+
+    def __init__(self, rank=0, buffers=False):
+        super().__init__()
+        self.shared, self.own = nn.Linear(4, 4), nn.Linear(4, 4)
+        if buffers:
+            self.shared.register_buffer("seen", torch.zeros(1))
+            self.own.register_buffer("seen", torch.zeros(1))
+        for number, param in enumerate(self.parameters()):
+            param.data.fill_(10 * rank + number)
+
+    def forward(self, factors, swapped=False):
+        """Sum each layer's parameters times its factor; a layer without a factor is not used."""
+        parts = [(self.shared, factors[0]), (self.own, factors[1])]
+        totals = [
+            factor * sum(param.sum() for param in layer.parameters())
+            for layer, factor in (reversed(parts) if swapped else parts)
+            if factor is not None
+        ]
+        return sum(totals)
+
+
+def grads_of(net):
+    grads = [layer.weight.grad for layer in (net.shared, net.own)]
+    return [None if grad is None else grad.flatten()[0].item() for grad in grads]
+
+
+def one_step(rank, world, factors, divisor):
+    part = groups_of(rank)[1]
+    model = FastDDP(Two(), groups={"own.*": part if divisor is None else Group(part, divisor)})
+    model((1.0, factors[rank])).backward()
+    counts = model._engine.core.used_counts()
+    return grads_of(model.module), counts[-1]
+
+
+@pytest.mark.parametrize(
+    ("factors", "divisor", "own", "counts"),
+    [
+        ((1.0, 2.0, 4.0, 8.0), None, [2.5, 5.0], [2, 2]),
+        ((1.0, 2.0, 4.0, 8.0), 4, [1.25, 2.5], [2, 2]),
+        ((1.0, 2.0, None, 8.0), None, [0.5, 5.0], [1, 2]),
+        ((None, 2.0, None, 8.0), None, [None, 5.0], [0, 2]),
+    ],
+    ids=["mean", "divisor", "one-rank", "no-rank"],
+)
+def test_means_and_used_flags_are_those_of_the_group(factors, divisor, own, counts):
+    for rank, (grads, count) in enumerate(run_ranks(one_step, 4, factors, divisor)):
+        assert grads == [1.0, own[rank % 2]]
+        assert count == counts[rank % 2]
+
+
+def alone(rank, world, options):
+    made = [dist.new_group([r]) for r in range(world)]
+    model = FastDDP(Two(), groups={"own.*": Group(made[rank], world)}, **options)
+    model((1.0, 8.0 * (rank + 1))).backward()
+    return grads_of(model.module)
+
+
+def of_two_sizes(rank, world):
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    model = FastDDP(Two(), groups={"own.*": groups[rank % 2]})
+    model((1.0, (rank + 1.0) ** 2)).backward()
+    return grads_of(model.module)
+
+
+def test_groups_of_different_sizes_have_means_of_their_own():
+    assert run_ranks(of_two_sizes, 3) == [[1.0, own] for own in (5.0, 4.0, 5.0)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_a_group_of_one_rank_divides_too(world, wire):
+    for rank, grads in enumerate(run_ranks(alone, world, {"wire": wire})):
+        assert grads == pytest.approx([1.0, 8.0 * (rank + 1) / world], rel=0.01)
+
+
+def uneven(rank, world):
+    """Rank r accumulates over r + 1 micro-batches."""
+    model = FastDDP(Two(), groups={"own.*": groups_of(rank)[1]})
+    found = []
+    for _ in range(4):
+        model.zero_grad()
+        with model.no_sync():
+            for _ in range(rank):
+                model((1.0, 2.0)).backward()
+        model((1.0, 2.0)).backward()
+        found.append(grads_of(model.module))
+    return found
+
+
+def test_ranks_differ_in_their_micro_batches():
+    for rank, found in enumerate(run_ranks(uneven, 4)):
+        assert found == [[10 / 4, 2 * (4, 6)[rank % 2] / 2]] * 4
+
+
+def swapped(rank, world):
+    """Ranks reach the layers in opposite orders, each bucket being one parameter's."""
+    model = FastDDP(Two(), groups={"own.*": groups_of(rank)[1]}, bucket_cap_mb=1e-6)
+    plans = []
+    for step in range(30):
+        model.zero_grad()
+        turned = (rank + (step > 5)) % 2 == 1
+        model((1.0, 2.0), turned).backward()
+        plans.append([bucket.params for bucket in model._engine.plan.buckets])
+    return plans, grads_of(model.module), model.sync_stats()["plans"]
+
+
+def test_all_ranks_have_one_plan_whatever_their_orders():
+    first, *others = run_ranks(swapped, 4)
+    assert all(other == first for other in others)
+    plans, grads, count = first
+    assert grads == [1.0, 2.0]
+    assert count > 2, "votes led to new plans"
+    assert len({str(plan) for plan in plans}) > 1
+
+
+def replicate(rank, world, init_sync):
+    net = Two(rank, buffers=True)
+    net.shared.seen.fill_(rank)
+    net.own.seen.fill_(rank)
+    model = FastDDP(net, groups={net.own: groups_of(rank)[1]}, init_sync=init_sync)
+    first = [net.shared.bias[0].item(), net.own.bias[0].item()]
+    seen = [net.shared.seen.item(), net.own.seen.item()]
+    net.shared.seen.fill_(rank + 10)
+    net.own.seen.fill_(rank + 10)
+    model((1.0, 1.0))
+    return first, seen, [net.shared.seen.item(), net.own.seen.item()]
+
+
+def test_a_group_replicates_from_its_first_rank():
+    for rank, (first, seen, later) in enumerate(run_ranks(replicate, 4, True)):
+        place = rank % 2
+        assert first == [1.0, 10 * place + 3.0]
+        assert seen == [0.0, place]
+        assert later == [10.0, 10.0 + place]
+
+
+def test_nothing_is_replicated_without_init_sync():
+    for rank, (first, seen, _) in enumerate(run_ranks(replicate, 4, False)):
+        assert first == [10 * rank + 1.0, 10 * rank + 3.0]
+        assert seen == [rank, rank]
+
+
+def only_groups(rank, world):
+    """No parameter is averaged over all ranks, and one is frozen and unfrozen."""
+    net = Two()
+    model = FastDDP(net, groups={"*": groups_of(rank)[1]})
+    found = []
+    for step in range(24):
+        net.shared.requires_grad_(step % 12 < 6)
+        model.zero_grad()
+        model((rank + 1.0, 2.0)).backward()
+        found.append(grads_of(net))
+    return found
+
+
+def test_all_parameters_may_have_groups():
+    for rank, found in enumerate(run_ranks(only_groups, 4)):
+        mean = 2.0 + rank % 2
+        assert found == ([[mean, 2.0]] * 6 + [[None, 2.0]] * 6) * 2
+
+
+# --- wires, norms, and gradients that are not finite
+
+
+def train_in(rank, world, wire):
+    part = groups_of(rank)[1]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model = FastDDP(net, groups={"1.*": part}, wire=Wire(wire, min_bytes=0))
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        draw = torch.Generator().manual_seed(10 * rank + step)
+        model(torch.randn(4, 32, generator=draw)).square().mean().backward()
+        found.append([param.grad.clone() for param in net.parameters()])
+    formats = {bucket.group: bucket.format_name for bucket in model._engine.plan.buckets}
+    return found, formats
+
+
+@pytest.mark.parametrize(("wire", "bound"), [("fp16", 1e-3), ("bf16", 1e-2), ("int8", 2e-2)])
+def test_wires_carry_groups(wire, bound):
+    exact = run_ranks(train_in, 4, "fp32")
+    coded = run_ranks(train_in, 4, wire)
+    for rank, ((right, _), (found, formats)) in enumerate(zip(exact, coded, strict=True)):
+        assert formats == {0: wire, 1: wire}
+        twin = coded[(rank + 2) % 4][0]
+        for ours, theirs, its in zip(right, found, twin, strict=True):
+            for number, (grad, other, same) in enumerate(zip(ours, theirs, its, strict=True)):
+                assert (grad - other).abs().max() <= bound * grad.abs().max(), number
+                assert torch.equal(other, same)
+    assert not torch.equal(coded[0][0][0][2], coded[1][0][0][2]), "other ranks, another mean"
+
+
+def clip(rank, world, norm_type, dtype):
+    net = Two().to(dtype)
+    model = FastDDP(net, groups={"own.*": groups_of(rank)[1]})
+    norms = []
+    for _ in range(2):
+        model.zero_grad()
+        model((1.0, 2.0 + rank % 2)).backward()
+        norms.append(model.clip_grad_norm_(1.0, norm_type).item())
+    return norms, grads_of(net)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_a_norm_counts_each_parameter_once(norm_type, dtype):
+    whole = torch.tensor([1.0] * 20 + [2.0] * 20 + [3.0] * 20)
+    norm = torch.linalg.vector_norm(whole, norm_type).item()
+    for rank, (norms, grads) in enumerate(run_ranks(clip, 4, norm_type, dtype)):
+        assert norms == pytest.approx([norm, norm], rel=1e-6)
+        assert grads == pytest.approx([1 / norm, (2 + rank % 2) / norm], rel=1e-5)
+
+
+def step_on_nan(rank, world, policy):
+    model = FastDDP(Two(), groups={"own.*": groups_of(rank)[1]}, faults=Faults(nonfinite=policy))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = state(model)
+    bad = float("nan") if rank == 3 else 1.0
+    model((1.0, bad)).backward()
+    try:
+        optimizer.step()
+    except NonFiniteGradientError as error:
+        return error.parameters, error.ranks
+    skipped = all(torch.equal(before[name], param) for name, param in state(model).items())
+    optimizer.zero_grad()
+    model((1.0, 1.0)).backward()
+    optimizer.step()
+    return skipped, all(not torch.equal(before[name], p) for name, p in state(model).items())
+
+
+@pytest.mark.filterwarnings("ignore:the gradient of parameter")
+def test_nan_in_a_group_skips_the_step_of_all_ranks():
+    assert run_ranks(step_on_nan, 4, "skip") == [(True, True)] * 4
+
+
+def test_nan_in_a_group_is_an_error_on_all_ranks():
+    for parameters, ranks in run_ranks(step_on_nan, 4, "raise"):
+        assert sorted(parameters) == ["own.bias", "own.weight"]
+        assert ranks == [[3], [3]]
+
+
+def weighed(rank, world):
+    model = FastDDP(Two(), groups={"own.*": Group(groups_of(rank)[1], world)})
+    model.add_weight(rank + 1)
+    model((2.0, 4.0)).backward()
+    return grads_of(model.module)
+
+
+def test_weights_divide_sums_of_experts():
+    assert run_ranks(weighed, 4) == [pytest.approx([8 / 10, 8 / 10])] * 4
+
+
+# --- mistakes
+
+
+def in_two_groups(net, rank, replica, part):
+    return {"own.*": part, "*.bias": part}
+
+
+def not_in_the_group(net, rank, replica, part):
+    group = dist.new_group([0, 1])
+    return {"own.*": group}
+
+
+def partly_overlapping(net, rank, replica, part):
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2, 3])]
+    return {"own.*": groups[0 if rank == 0 else 1]}
+
+
+def without_match(net, rank, replica, part):
+    return {"owned.*": part}
+
+
+def different_patterns(net, rank, replica, part):
+    return {("own.*" if rank else "shared.*"): part}
+
+
+def different_divisors(net, rank, replica, part):
+    return {"own.*": Group(part, 1 + rank)}
+
+
+def on_some_ranks(net, rank, replica, part):
+    return {"own.*": part} if rank else None
+
+
+def no_group(net, rank, replica, part):
+    return {"own.*": [0, 2]}
+
+
+def no_divisor(net, rank, replica, part):
+    return {"own.*": Group(part, 0)}
+
+
+def foreign_module(net, rank, replica, part):
+    return {nn.Linear(4, 4): part}
+
+
+def mistake(rank, world, make):
+    """Return the error of this rank."""
+    net = Two()
+    groups = make(net, rank, *groups_of(rank))
+    try:
+        FastDDP(net, groups=groups)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("make", "texts"),
+    [
+        (in_two_groups, ["'own.bias'", "in two groups", "'own.*'", "'*.bias'", "narrower"]),
+        (not_in_the_group, ["is not in the group of 'own.*'", "each rank passes"]),
+        (partly_overlapping, ["'own.*'", "rank 0", "[0, 1]", "[1, 2, 3]"]),
+        (without_match, ["'owned.*' matches no parameter", "named_parameters()"]),
+        (different_patterns, ["groups is", "on rank 0"]),
+        (different_divisors, ["groups is", "divided by 2 there", "divided by 1 on rank 0"]),
+        (on_some_ranks, ["groups is", "on rank 0"]),
+        (no_group, ["'own.*' must be a process group", "list"]),
+        (no_divisor, ["divisor of 'own.*'", "positive"]),
+        (foreign_module, ["the module 'Linear' matches no parameter"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_mistakes_are_errors_on_every_rank(make, texts):
+    for message in run_ranks(mistake, 4, make):
+        for text in texts:
+            assert text in message
+
+
+def outside(rank, world):
+    replica, part = groups_of(rank)
+    try:
+        FastDDP(Two(), process_group=replica, groups={"own.*": part})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_outside_of_the_process_group():
+    for message in run_ranks(outside, 4):
+        assert "process_group of the model has" in message
