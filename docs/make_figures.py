@@ -207,6 +207,46 @@ def means() -> str:
     return document(parts, 212)
 
 
+def groups() -> str:
+    """Which ranks average what: two experts, of which each has two replicas."""
+    parts: list[str] = []
+    columns = [(120 + 190 * rank, rank) for rank in range(4)]
+    for x, rank in columns:
+        expert = rank % 2
+        parts += [
+            rect(x, 14, 150, 128, PAPER),
+            text(x + 75, 34, f"rank {rank}", 13, text_anchor="middle", font_weight="bold"),
+            rect(x + 15, 46, 120, 34, COLOURS[0]),
+            text(x + 75, 68, "attention, router", 12, text_anchor="middle"),
+            rect(x + 15, 94, 120, 34, COLOURS[1 + expert]),
+            text(x + 75, 116, f"expert {'AB'[expert]}", 13, text_anchor="middle"),
+        ]
+    for left in (0, 2):  # tokens travel between the ranks of a replica
+        x = columns[left][0]
+        parts += [
+            arrow((x + 170, 111), (x + 137 + 66, 111)),
+            arrow((x + 170, 111), (x + 137, 111)),
+            text(x + 170, 104, "tokens", 11, FAINT, text_anchor="middle"),
+        ]
+    rows = (
+        (172, 0, (0, 1, 2, 3), "process_group: sum of 4 / 4"),
+        (212, 1, (0, 2), "Group(ranks 0 and 2, divisor=4): sum of 2 / 4"),
+        (252, 2, (1, 3), "Group(ranks 1 and 3, divisor=4): sum of 2 / 4"),
+    )
+    for y, colour, ranks, words in rows:
+        first, last = columns[ranks[0]][0] + 75, columns[ranks[-1]][0] + 75
+        parts += [
+            f'<line x1="{first}" y1="{y}" x2="{last}" y2="{y}" stroke="{INK}" stroke-width="1.4"/>',
+            text((first + last) / 2, y - 6, words, 12, FAINT, text_anchor="middle"),
+        ]
+        parts += [
+            f'<circle cx="{columns[rank][0] + 75}" cy="{y}" r="8" fill="{COLOURS[colour]}" '
+            f'stroke="{INK}"/>'
+            for rank in ranks
+        ]
+    return document(parts, 274)
+
+
 def document(parts: list[str], height: int = HEIGHT) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
@@ -218,6 +258,7 @@ def document(parts: list[str], height: int = HEIGHT) -> str:
 
 FIGURES: dict[str, Callable[[], str]] = {
     "gradient-way.svg": gradient_way,
+    "groups.svg": groups,
     "means.svg": means,
 }
 

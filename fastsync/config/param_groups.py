@@ -81,6 +81,11 @@ def find_groups(
         ValueError: a key matches no parameter, two match the same, or this rank or another one of
             the group does not belong there.
     """
+    if not isinstance(groups, Mapping):
+        raise TypeError(
+            "groups must map patterns, modules or parameters to process groups, but is a "
+            f"{type(groups).__name__}"
+        )
     found: list[ParamGroup] = []
     owner: dict[str, str] = {}
     for key, value in groups.items():

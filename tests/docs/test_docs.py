@@ -325,6 +325,7 @@ def another_value(name, group):
         "timeline": {"timeline": True},
         "zero": {"zero": 1},
         "sync": {"sync": fastsync.LocalSGD(2)},
+        "groups": {"groups": {"weight": fastsync.Group(group)}},
         "faults": {"faults": fastsync.Faults(nonfinite="raise", on_preemption=lambda: None)},
     }
     values["param_to_hook_all_reduce"] = values["delay_all_reduce_named_params"]
