@@ -320,6 +320,7 @@ class Reducer:
         check_finite: bool = False,
         may_skip: bool = False,
         precision: Precision | None = None,
+        leaves: Sequence[torch.Tensor] = (),
     ) -> None: ...
     def set_plan(
         self, specs: Sequence[BucketSpec], until: int = -1, keep: bool = False

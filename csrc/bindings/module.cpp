@@ -30,12 +30,10 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-std::shared_ptr<engine::Reducer> make_reducer(const Tensors& params,
-                                              const std::vector<std::string>& names,
-                                              const std::string& group_name, bool static_graph,
-                                              bool fail_on_unused, bool skip_unused,
-                                              bool check_finite, bool may_skip,
-                                              std::shared_ptr<engine::Precision> precision) {
+std::shared_ptr<engine::Reducer> make_reducer(
+    const Tensors& params, const std::vector<std::string>& names, const std::string& group_name,
+    bool static_graph, bool fail_on_unused, bool skip_unused, bool check_finite, bool may_skip,
+    std::shared_ptr<engine::Precision> precision, const Tensors& leaves) {
   engine::ReducerOptions options;
   options.static_graph = static_graph;
   options.fail_on_unused = fail_on_unused;
@@ -44,7 +42,7 @@ std::shared_ptr<engine::Reducer> make_reducer(const Tensors& params,
   options.may_skip = may_skip;
   // The last reference to a process group may be the reducer's. The group's end joins threads, and
   // these may want the GIL to free what Python lent them.
-  return {new engine::Reducer(params, names, group_name, options, std::move(precision)),
+  return {new engine::Reducer(params, names, group_name, options, std::move(precision), leaves),
           torch::impl::destroy_without_gil<engine::Reducer>};
 }
 
@@ -265,7 +263,7 @@ void bind_engine(py::module_& m) {
       .def(py::init(&make_reducer), release, py::arg("params"), py::arg("names"),
            py::arg("group_name"), py::arg("static_graph"), py::arg("fail_on_unused"),
            py::arg("skip_unused"), py::arg("check_finite") = false, py::arg("may_skip") = false,
-           py::arg("precision") = nullptr)
+           py::arg("precision") = nullptr, py::arg("leaves") = Tensors())
       .def("set_plan", &Reducer::set_plan, release, py::arg("specs"), py::arg("until") = -1,
            py::arg("keep") = false)
       .def("restore_plan", &Reducer::restore_plan, release, py::arg("number"))

@@ -39,7 +39,7 @@ void refuse_inner_backward() {
 
 Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
                  const std::string& group_name, ReducerOptions options,
-                 std::shared_ptr<Precision> precision)
+                 std::shared_ptr<Precision> precision, const std::vector<at::Tensor>& leaves)
     : number_(next_number()),
       options_(options),
       precision_(std::move(precision)),
@@ -50,7 +50,8 @@ Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::s
   counting_fires_ = options_.static_graph;
   planned_.resize(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
-    params_.push_back(std::make_unique<Parameter>(Parameter{params[i], names[i]}));
+    const at::Tensor& leaf = leaves.empty() ? params[i] : leaves.at(i);
+    params_.push_back(std::make_unique<Parameter>(Parameter{params[i], names[i], leaf}));
     if (precision_) params_.back()->stored = precision_->stored_dtype(params[i]);
   }
 }
@@ -58,7 +59,7 @@ Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::s
 GradientHooks& Reducer::hooks() {
   if (!hooks_) {
     std::vector<at::Tensor> tensors;
-    for (const auto& param : params_) tensors.push_back(param->tensor);
+    for (const auto& param : params_) tensors.push_back(param->leaf);
     const std::weak_ptr<Reducer> weak = weak_from_this();
     auto ready = [weak](size_t param, bool defined) {
       if (const auto self = weak.lock()) self->on_grad_ready(param, defined);
@@ -126,7 +127,7 @@ void Reducer::check_ended() {
 // accumulates counts as used.
 void Reducer::attach_thawed() {
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (params_[i]->tensor.requires_grad()) hooks().attach(i);
+    if (params_[i]->leaf.requires_grad()) hooks().attach(i);
   }
 }
 
@@ -141,7 +142,7 @@ ForwardAdvice Reducer::advise() {
   }
   attach_thawed();
   for (size_t i = 0; i < params_.size(); ++i) {
-    const bool trains = params_[i]->tensor.requires_grad();
+    const bool trains = params_[i]->leaf.requires_grad();
     if (trains == planned_[i]) continue;
     if (trains || !votes()) {
       advice.regrouped = true;

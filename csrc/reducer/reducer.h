@@ -125,7 +125,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   Reducer(const std::vector<at::Tensor>& params, const std::vector<std::string>& names,
           const std::string& group_name, ReducerOptions options,
-          std::shared_ptr<Precision> precision = nullptr);
+          std::shared_ptr<Precision> precision = nullptr,
+          const std::vector<at::Tensor>& leaves = {});
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 

@@ -64,7 +64,7 @@ bool Reducer::keeps_plan(int64_t number) const {
 void Reducer::check_covers(const Plan& plan) const {
   for (size_t i = 0; i < params_.size(); ++i) {
     const bool planned = plan.places[i].bucket >= 0;
-    FS_CHECK_VALUE(planned || !params_[i]->tensor.requires_grad(), "the plan lacks parameter '",
+    FS_CHECK_VALUE(planned || !params_[i]->leaf.requires_grad(), "the plan lacks parameter '",
                    params_[i]->name, "'");
   }
 }

@@ -34,7 +34,7 @@ std::vector<int64_t> Reducer::ready_order() const {
 std::vector<bool> Reducer::trainable() const {
   std::vector<bool> flags;
   flags.reserve(params_.size());
-  for (const auto& param : params_) flags.push_back(param->tensor.requires_grad());
+  for (const auto& param : params_) flags.push_back(param->leaf.requires_grad());
   return flags;
 }
 
@@ -127,7 +127,7 @@ void Reducer::check_capture() const {
            "a step that is captured into a CUDA graph cannot look at its gradients; use "
            "nonfinite='ignore'");
   for (size_t i = 0; i < params_.size(); ++i) {
-    FS_CHECK(planned_[i] || !params_[i]->tensor.requires_grad(), "parameter '", params_[i]->name,
+    FS_CHECK(planned_[i] || !params_[i]->leaf.requires_grad(), "parameter '", params_[i]->name,
              "' was unfrozen just before a step is captured; train a few steps in between");
   }
 }

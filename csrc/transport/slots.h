@@ -17,6 +17,9 @@ namespace fastsync::engine {
 struct Parameter {
   at::Tensor tensor;
   std::string name;
+  // Tensor that autograd accumulates into: of a DTensor, `tensor` is the local one, whose gradient
+  // Python sets when one has been accumulated.
+  at::Tensor leaf;
   bool used = false;  // a gradient arrived since the last synchronisation
   // Set if the reducer checks for it: the average, and this rank's gradient, hold NaN or infinity.
   bool nonfinite = false;

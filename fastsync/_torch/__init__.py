@@ -9,6 +9,7 @@ from fastsync._torch.composable import is_replicated, register_sharded
 from fastsync._torch.dtensors import (
     DTensorSpec,
     cut_like,
+    is_dtensor,
     local_gradient,
     local_of,
     make_dtensor,
@@ -19,7 +20,7 @@ from fastsync._torch.dtensors import (
     with_dtype,
     with_own_storage,
 )
-from fastsync._torch.grad_scaler import on_scaled_skips
+from fastsync._torch.grad_scaler import on_scaled_skips, on_unscaled
 from fastsync._torch.graphs import (
     at_end_of_backward,
     backward_is_running,
@@ -132,6 +133,7 @@ __all__ = [
     "has_python_reducer",
     "has_views",
     "is_apart",
+    "is_dtensor",
     "is_gloo",
     "is_registered",
     "is_replicated",
@@ -148,6 +150,7 @@ __all__ = [
     "meet_alone",
     "next_creation_number",
     "on_scaled_skips",
+    "on_unscaled",
     "outside_transforms",
     "register_sharded",
     "renewed_backend",

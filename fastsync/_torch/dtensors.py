@@ -17,6 +17,7 @@ from torch.utils.dlpack import from_dlpack
 __all__ = [
     "DTensorSpec",
     "cut_like",
+    "is_dtensor",
     "local_gradient",
     "local_of",
     "make_dtensor",
@@ -109,6 +110,10 @@ def with_own_storage(memory: torch.Tensor) -> torch.Tensor:
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor of which this rank has `local`: the same memory."""
     return DTensor(local, spec, requires_grad=False)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

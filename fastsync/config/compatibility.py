@@ -30,6 +30,7 @@ class Setup:
         hook: a communication hook reduces its buckets.
         join: ranks may run out of inputs at different steps.
         weights: its micro-batches have weights.
+        dtensors: parameters are DTensors.
     """
 
     policy: SyncPolicy
@@ -40,6 +41,7 @@ class Setup:
     hook: bool = False
     join: bool = False
     weights: bool = False
+    dtensors: bool = False
 
 
 class Row(NamedTuple):
@@ -78,10 +80,13 @@ def _coded(setup: Setup) -> bool:
     return not wire.plain and wire.form != "native"
 
 
+# Features that read or keep gradients where plain tensors have them.
+_PLAIN = "elastic, mixed_precision, nonfinite, on_skip, replicas, sync, zero=1 or 2"
 # The name of a feature of a setup in errors; empty if it was not requested.
 FEATURES: Mapping[str, Callable[[Setup], str]] = {
     "communication hook": lambda s: "a communication hook" if s.hook else "",
     "device_mesh": lambda s: "device_mesh" if s.device_mesh else "",
+    "DTensors": lambda s: "a model of DTensors" if s.dtensors else "",
     "elastic": lambda s: "" if s.policy.elastic is None else "elastic",
     "elastic on GPUs": lambda s: (
         "elastic with parameters on GPUs" if s.policy.elastic is not None and s.on_gpus else ""
@@ -123,6 +128,8 @@ FEATURES: Mapping[str, Callable[[Setup], str]] = {
     "zero=1 to 3": lambda s: _stage(s, 1, 2, 3),
     "zero=2 or 3": lambda s: _stage(s, 2, 3),
     "zero=3": lambda s: _stage(s, 3),
+    "zero=1 or 2": lambda s: _stage(s, 1, 2),
+    _PLAIN: lambda s: next(filter(None, (FEATURES[name](s) for name in _PLAIN.split(", "))), ""),
 }
 _INPUTS = "leave it out with join(), or give all ranks as many inputs"
 ROWS = (
@@ -230,6 +237,9 @@ ROWS = (
         "shards are cut over the ranks of the process group, which do not all have the parameters "
         "of a group",
         "use zero=0, or fully_shard with a mesh for each part of the model",
+    ),
+    Row(
+        "DTensors", _PLAIN, "it works on plain tensors", "use fully_shard beside tensor parallelism"
     ),
     Row("groups", "sync", "rounds average parameters over the ranks of the process group"),
     Row("groups", "elastic", "the experts of ranks that die may be gone"),

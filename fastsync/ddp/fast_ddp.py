@@ -24,6 +24,8 @@ from fastsync._torch import (
     broadcast_coalesced,
     builtin_comm_hook,
     find_tensors,
+    is_dtensor,
+    local_of,
     split_graphs_at_buckets,
     untraced,
 )
@@ -227,9 +229,7 @@ class FastDDP(Front):
                 **buffer_arguments(broadcast_buffers, forward_sync_buffers),
             )
             if init_sync:
-                self._sync_groups(
-                    forward_sync_buffers is not None or broadcast_buffers is not False
-                )
+                self._sync_apart(forward_sync_buffers is not None or broadcast_buffers is not False)
         self._meets = False
         self._complete(mixed_precision, forward_sync_buffers)
 
@@ -272,14 +272,14 @@ class FastDDP(Front):
         built = super()._build_params_for_reducer()
         if self._meets:
             come_together(self.process_group, "the wrapping of the model")
-        self.parameters_to_ignore |= {name for of in self._policy.groups for name in of.names}
+        self.parameters_to_ignore |= {name for _, names in self._apart() for name in names}
         return built
 
     def _build_debug_param_to_name_mapping(
         self, parameters: Sequence[torch.Tensor]
     ) -> dict[int, str]:
         """Torch's constructor calls this after its broadcast."""
-        self.parameters_to_ignore -= {name for of in self._policy.groups for name in of.names}
+        self.parameters_to_ignore -= {name for _, names in self._apart() for name in names}
         return super()._build_debug_param_to_name_mapping(parameters)
 
     def _distributed_broadcast_coalesced(
@@ -292,13 +292,26 @@ class FastDDP(Front):
             else:
                 broadcast_coalesced(group, its, buffer_size, authoritative_rank)
 
-    def _sync_groups(self, buffers: bool) -> None:
-        """Replicate what belongs to a group from its first rank. Torch's front left that out."""
+    def _apart(self) -> list[tuple[dist.ProcessGroup, frozenset[str]]]:
+        """Return what torch's front cannot broadcast: parts of the model, by the ranks that have
+        the same.
+        """
+        groups = [(group.process_group, group.names) for group in self._policy.groups]
+        others = {name for name, param in self.module.named_parameters() if is_dtensor(param)}
+        others -= {name for _, names in groups for name in names}
+        return [*groups, (self.process_group, frozenset(others))] if others else groups
+
+    def _sync_apart(self, buffers: bool) -> None:
+        """Replicate what torch's front has left out from the first rank that has it."""
         named = [*self.module.named_parameters(), *(self.module.named_buffers() if buffers else ())]
-        for its in self._policy.groups:
-            states = [tensor.detach() for name, tensor in named if name in its.names]
-            come_together(its.process_group, f"the wrapping of the model, the group of {its.label}")
-            broadcast_coalesced(its.process_group, states, self.broadcast_bucket_size, 0)
+        for group, names in self._apart():
+            states = [
+                local_of(tensor) if is_dtensor(tensor) else tensor.detach()
+                for name, tensor in named
+                if name in names
+            ]
+            come_together(group, "the wrapping of the model")
+            broadcast_coalesced(group, states, self.broadcast_bucket_size, 0)
 
     def _ddp_init_helper(
         self,

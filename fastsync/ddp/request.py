@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastsync._build.env import Env
-from fastsync._torch import default_group, has_python_reducer, is_registered
+from fastsync._torch import default_group, has_python_reducer, is_dtensor, is_registered
 from fastsync.config import compatibility
 from fastsync.config.arguments import Zero
 from fastsync.config.compatibility import Setup
@@ -82,6 +82,7 @@ class Request:
                 device_mesh=self.device_mesh is not None,
                 on_preemption=saves is not None,
                 on_gpus=self._on_gpus(),
+                dtensors=self._has_dtensors(),
             )
             compatibility.check(setup)
             wire_settings = self._wire_settings(settled.wire)
@@ -125,7 +126,13 @@ class Request:
     def placed(self) -> dict[str, Any]:
         """Return the arguments by which torch's front finds ranks and devices."""
         names = ("process_group", "device_mesh", "device_ids", "output_device")
-        return {name: getattr(self, name) for name in names}
+        placed = {name: getattr(self, name) for name in names}
+        if self._has_dtensors():  # of a mesh, the front replaces them by local tensors
+            placed |= {"process_group": self._group(), "device_mesh": None}
+        return placed
+
+    def _has_dtensors(self) -> bool:
+        return any(is_dtensor(param.tensor) for param in self._params())
 
     def wrapping(self) -> AbstractContextManager[None]:
         """Name ranks that end while the model is wrapped."""

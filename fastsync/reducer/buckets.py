@@ -75,6 +75,7 @@ class ParamSpec:
         shard: its place where the ranks share its gradient; such parameters travel by unit.
         group: which ranks average it: 0 for those of the process group, else the position in
             `SyncPolicy.groups`, from 1 on. Such parameters have buckets of their own.
+        local: it is the local tensor of a DTensor, whose gradient keeps its memory.
     """
 
     index: int
@@ -86,6 +87,7 @@ class ParamSpec:
     codec: AnyCodec = _FP32
     shard: ShardSlot | None = None
     group: int = 0
+    local: bool = False
 
     @classmethod
     def of(
@@ -260,7 +262,7 @@ def _group(ordered: Sequence[ParamSpec], policy: BucketPolicy) -> list[list[Para
         if spec.sparse:
             closed.append(_OpenGroup([spec], latest=position))
             continue
-        key: object = (spec.dtype, spec.device, spec.pairs, spec.codec, spec.group)
+        key: object = (spec.dtype, spec.device, spec.pairs, spec.codec, spec.group, spec.local)
         if spec.shard is not None:  # which ends with its last gradient, however large it is
             key = (spec.shard.unit, spec.codec)
         group = open_groups.setdefault(key, _OpenGroup())
@@ -301,7 +303,7 @@ def _planned(
             else flat_layout(numels, world_size, policy.flagged)
         ),
         dtype=native,
-        views=policy.views and native == gradient,
+        views=policy.views and native == gradient and not group[0].local,
         sparse=group[0].sparse,
         group=number,
     )

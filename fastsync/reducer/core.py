@@ -140,12 +140,17 @@ def make_precision(params: Sequence[torch.Tensor], compute: torch.dtype) -> Prec
 
 def make_reducer(
     params: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
     names: Sequence[str],
     group: dist.ProcessGroup,
     policy: SyncPolicy,
     precision: Precision | None,
 ) -> Reducer:
-    """Return the C++ reducer of `params`, called `names` in messages, before its first plan."""
+    """Return the C++ reducer of `params`, called `names` in messages, before its first plan.
+
+    Args:
+        leaves: the tensors that autograd accumulates into: `params`, or DTensors of these.
+    """
     return _C.Reducer(
         params=params,
         names=names,
@@ -156,6 +161,7 @@ def make_reducer(
         check_finite=policy.checks_finite,
         may_skip=policy.may_skip,
         precision=precision,
+        leaves=leaves,
     )
 
 

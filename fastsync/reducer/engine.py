@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fastsync._build.env import Env
-from fastsync._torch import backward_is_running, resolvable_name, without_modes
+from fastsync._torch import backward_is_running, is_dtensor, resolvable_name, without_modes
 from fastsync.config.policy import BucketPolicy, SyncPolicy
 from fastsync.config.topology import Network
 from fastsync.faults.rendezvous import Rendezvous
@@ -30,6 +30,7 @@ from fastsync.reducer.buckets import (
     settled_order,
 )
 from fastsync.reducer.gradient_shards import ShardedUnit, Shares
+from fastsync.reducer.local_gradients import LocalGradients
 from fastsync.reducer.mean_weights import MeanWeights
 from fastsync.reducer.monitor import meeting_place, open_watch, watch_of
 from fastsync.reducer.routes import Routes
@@ -82,11 +83,13 @@ class Engine:
         self._measured_rate = 0.0  # by this rank, before a restart
         self._meeting = self._meeting_place()
         self._recent: dict[tuple[int, ...], int] = {}  # numbers of plans, by what was trained
-        tensors = [p.tensor for p in params]
+        leaves = [p.tensor for p in params]
+        self._locals = LocalGradients(leaves) if any(map(is_dtensor, leaves)) else None
+        self._tensors = tensors = leaves if self._locals is None else self._locals.tensors
         compute = policy.mixed.param
         self.precision = None if compute is None else core.make_precision(tensors, compute)
         names = [p.name for p in params]
-        self.core = core.make_reducer(tensors, names, group, policy, self.precision)
+        self.core = core.make_reducer(tensors, leaves, names, group, policy, self.precision)
         self.core.use_watch(watch_of(group))
         self.routes = Routes(self.core, self._params)
         self.routes.use_group(group, policy)
@@ -174,6 +177,9 @@ class Engine:
 
     def _follow_advice(self, prepare: Callable[[], core.ForwardAdvice]) -> None:
         """Do what the reducer asks for before a step."""
+        if self._locals is not None:
+            self._locals.begin()
+            self.core.at_end(self._locals.finish)
         with self.unused.naming_replaced():
             advice = prepare()
         if advice.unused:
@@ -335,7 +341,8 @@ class Engine:
         """Shapes of the parameters whose coding errors are fed back, frozen ones included."""
         specs = [self._param_spec(i, self.wire) for i in range(len(self._params))]
         pairs = zip(self._params, specs, strict=True)
-        return {p.name: tuple(p.tensor.shape) for p, spec in pairs if feeds_back(spec, self.wire)}
+        shapes = [tuple(tensor.shape) for tensor in self._tensors]
+        return {p.name: shapes[s.index] for p, s in pairs if feeds_back(s, self.wire)}
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """Copies of what error feedback keeps back on this rank, by parameter name."""
@@ -443,9 +450,11 @@ class Engine:
 
     def _param_spec(self, index: int, wire: Wire) -> ParamSpec:
         param = self._params[index]
-        spec = ParamSpec.of(index, param.tensor, param.sparse, wire.codec_for(param.name))
+        tensor = self._tensors[index]
+        spec = ParamSpec.of(index, tensor, param.sparse, wire.codec_for(param.name))
         shard = self.shares.place(index) if self.policy.shardable else None
-        return replace(spec, shard=shard, group=self._group_of.get(param.name, 0))
+        local, group = tensor is not param.tensor, self._group_of.get(param.name, 0)
+        return replace(spec, shard=shard, group=group, local=local)
 
     def _regroup(self) -> None:
         """Take a recent plan or make a new one: other parameters are trained than are planned.

@@ -38,7 +38,7 @@ MODULE_LAYERS = {
         ["elastic_limits"],
         [
             *("added_parameters", "buffers", "logging_data", "mixed_precision", "nonfinite"),
-            *("preemption_handler", "rank_identity", "replica_check", "skipping"),
+            *("preemption_handler", "rank_identity", "replica_check", "scaler_guard", "skipping"),
         ],
         ["ddp_objects", "guards", "request"],
         ["elastic_training"],
@@ -98,7 +98,10 @@ MODULE_LAYERS = {
     "reducer": [
         ["bucket_layout"],
         ["buckets"],
-        ["core", "optimizer_hooks", "reports", "tied_parameters", "unused_parameters"],
+        [
+            *("core", "local_gradients", "optimizer_hooks", "reports", "tied_parameters"),
+            "unused_parameters",
+        ],
         ["monitor_offers"],
         ["monitor"],
         ["process_groups", "shared_memory", "state_transfer", "step_timing", "sync_state"],

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_module
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from fastsync import FastDDP, Group, Wire
@@ -18,6 +19,7 @@ BF16 = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 ASKED = {
     "communication hook": {},
     "device_mesh": {},
+    "DTensors": {},
     "elastic": {"elastic": True},
     "elastic on GPUs": {"elastic": True},
     "find_unused_parameters=False": {"find_unused_parameters": False},
@@ -44,7 +46,9 @@ ASKED = {
     "coded wire with zero": {"wire": "int8", "zero": 1},
     "zero=1 to 3": {"zero": 1},
     "zero=2 or 3": {"zero": 2},
+    "zero=1 or 2": {"zero": 1},
     "zero=3": {"zero": 3},
+    "elastic, mixed_precision, nonfinite, on_skip, replicas, sync, zero=1 or 2": {"zero": 1},
 }
 
 
@@ -60,7 +64,10 @@ def built(features):
     if "groups of other divisors" in features:
         options["groups"] = {"weight": Group(torch.distributed.group.WORLD, 3)}
     device = "meta" if "elastic on GPUs" in features else "cpu"
-    model = FastDDP(nn.Linear(2, 2, device=device), **grouped(options))
+    module = nn.Linear(2, 2, device=device)
+    if "DTensors" in features:
+        distribute_module(module, torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    model = FastDDP(module, **grouped(options))
     if "communication hook" in features:
         model.register_comm_hook(None, lambda state, bucket: None)
     if "join" in features:

@@ -1,0 +1,160 @@
+"""Tensor parallel layers, whose parameters are DTensors: local tensors are averaged."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from fastsync import FastDDP, Wire
+from fastsync.testing import run_ranks
+
+STEPS = 50
+
+
+class Net(nn.Module):
+    """Two layers around tensor parallel ones."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.double()
+
+    def forward(self, x, used=True):
+        x = self.norm(self.first(x))
+        return self.down(self.up(x).tanh()) if used else x
+
+
+def samples(step, replica):
+    draw = torch.Generator().manual_seed(10 * step + replica)
+    return torch.randn(6, 4, generator=draw, dtype=torch.float64)
+
+
+def cut(net, mesh):
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(net, mesh, plan)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def optimizer_of(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+def train(rank, world, by_mesh, options):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = cut(Net(), mesh["tp"])
+    where = {"device_mesh": mesh["dp"]} if by_mesh else {"process_group": mesh.get_group("dp")}
+    model = FastDDP(net, bucket_cap_mb=1e-5, **where, **options)
+    optimizer = optimizer_of(net)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        with model.no_sync():
+            model(samples(step, rank // 2)).square().mean().backward()
+        model(samples(step + 100, rank // 2)).square().mean().backward()
+        optimizer.step()
+    kinds = {name: type(param.data).__name__ for name, param in net.named_parameters()}
+    return {name: whole(param).detach() for name, param in net.named_parameters()}, kinds
+
+
+@pytest.mark.parametrize("by_mesh", [False, True], ids=["group", "mesh"])
+@pytest.mark.parametrize(
+    "options", [{}, {"wire": Wire(shared_memory=False)}], ids=["memory", "gloo"]
+)
+def test_weights_are_those_of_one_process(by_mesh, options):
+    net = Net()
+    optimizer = optimizer_of(net)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for replica in range(2):
+            for number in (step, step + 100):
+                (net(samples(number, replica)).square().mean() / 2).backward()
+        optimizer.step()
+    for weights, kinds in run_ranks(train, 4, by_mesh, options):
+        assert kinds["up.weight"] == "DTensor"
+        for name, param in net.named_parameters():
+            torch.testing.assert_close(weights[name], param.detach(), rtol=1e-9, atol=1e-9)
+
+
+def replicate(rank, world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = cut(Net(seed=rank // 2), mesh["tp"])
+    with torch.no_grad():
+        net.up.weight.to_local().fill_(rank)
+    FastDDP(net, process_group=mesh.get_group("dp"))
+    return net.up.weight.to_local()[0, 0].item(), whole(net.down.bias).detach()
+
+
+def test_shards_are_replicated_within_the_process_group():
+    for rank, (shard, bias) in enumerate(run_ranks(replicate, 4)):
+        assert shard == rank % 2
+        assert torch.equal(bias, Net(seed=0).down.bias)
+
+
+def used_by_one_replica(rank, world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = cut(Net(), mesh["tp"])
+    model = FastDDP(net, process_group=mesh.get_group("dp"))
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        model(samples(0, 0), used=rank < 2 and step < 2).square().mean().backward()
+        grad = net.up.weight.grad
+        found.append(None if grad is None else whole(grad))
+    return found
+
+
+def test_layers_that_one_replica_uses_get_half_of_its_gradient():
+    net = Net()
+    (net(samples(0, 0)).square().mean() / 2).backward()
+    for found in run_ranks(used_by_one_replica, 4):
+        for grad in found[:2]:
+            torch.testing.assert_close(grad, net.up.weight.grad)
+        assert found[2] is None
+
+
+class Norm(nn.Module):
+    """A norm of rows that are cut over the mesh, so that its gradients are to be summed."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4).double()
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+def with_partial_gradients(rank, world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = Norm()
+    parallelize_module(net.norm, mesh["tp"], SequenceParallel(sequence_dim=0))
+    model = FastDDP(net, process_group=mesh.get_group("dp"))
+    for _ in range(2):  # the second one adds to the first
+        rows = samples(0, rank // 2)[3 * (rank % 2) :][:3]
+        with contextlib.nullcontext() if _ else model.no_sync():
+            model(rows).to_local().square().sum().backward()
+    grad = net.norm.weight.grad
+    return grad.to_local(), grad.placements
+
+
+def test_partial_gradients_are_summed_over_the_mesh():
+    net = Norm()
+    for replica in range(2):
+        for _ in range(2):
+            (net(samples(0, replica)).square().sum() / 2).backward()
+    for grad, placements in run_ranks(with_partial_gradients, 4):
+        assert placements == (Replicate(),)
+        torch.testing.assert_close(grad, net.norm.weight.grad)
