@@ -9,18 +9,20 @@ from torch import nn
 from fastsync.ddp.added_parameters import AddedParameterGuard
 from fastsync.ddp.nonfinite import NonFiniteGuard
 from fastsync.ddp.replica_check import ReplicaGuard
+from fastsync.ddp.scaler_guard import ScalerGuard
 from fastsync.reducer.engine import Engine
-from fastsync.reducer.optimizer_hooks import StepWatcher
 
 __all__ = ["make_guards"]
 
 
-def make_guards(engine: Engine, module: nn.Module, ignored: Collection[str]) -> list[StepWatcher]:
+def make_guards(engine: Engine, module: nn.Module, ignored: Collection[str]) -> list[object]:
     """Return the guards that the policy asks for; each works as long as it is referenced."""
     policy = engine.policy
-    guards: list[StepWatcher] = [AddedParameterGuard(engine, module, ignored)]
+    guards: list[object] = [AddedParameterGuard(engine, module, ignored)]
     if policy.checks_finite:
         guards.append(NonFiniteGuard(engine))
     if policy.replicas is not None and engine.group.size() > 1:
         guards.append(ReplicaGuard(engine, policy.replicas))
+    if policy.groups and engine.group.size() > 1:
+        guards.append(ScalerGuard(engine))
     return guards

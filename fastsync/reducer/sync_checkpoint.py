@@ -85,9 +85,21 @@ def restore(
     with consensus.together(group, device, task, run) as settings:
         share = deal(states, rank, world)
         check_fit(share, engine)
+        _check_groups(engine, states, world)
         check()
         settings["the number of steps in the state"] = str(share.progress.steps)
     engine.resume(share.progress, share.residuals)
+
+
+def _check_groups(engine: Engine, states: State | Sequence[State], world: int) -> None:
+    if not engine.policy.groups or isinstance(states, Mapping):
+        return
+    if states[0]["residuals"] and states[0]["world_size"] != world:
+        raise ValueError(
+            "with groups= ranks keep back parts of different parameters of the same name, so that "
+            f"what {states[0]['world_size']} ranks have kept back cannot be given to {world}; "
+            "resume with as many ranks, or from the model and the optimizer alone"
+        )
 
 
 def deal(states: State | Sequence[State], rank: int, world: int) -> Share:

@@ -38,6 +38,19 @@ def test_a_step_adds_few_operations():
     check({})
 
 
+def count_with_groups(rank, world, patterns):
+    groups = {pattern: torch.distributed.new_group() for pattern in patterns}
+    return count(rank, world, {"groups": groups})[1]
+
+
+def test_groups_add_at_most_five():
+    without, one, two = (
+        run_ranks(count_with_groups, 2, patterns)[0] for patterns in ((), ("1.*",), ("1.*", "4.*"))
+    )
+    assert without - 5 <= one <= without + 5
+    assert one <= two <= without + 10
+
+
 @pytest.mark.slow
 def test_nor_does_it_without_views_or_on_a_narrow_wire():
     check({"gradient_as_bucket_view": False})

@@ -355,6 +355,26 @@ def test_nan_in_a_group_is_an_error_on_all_ranks():
         assert ranks == [[3], [3]]
 
 
+def scaled(rank, world):
+    """One rank's gradients overflow in its group."""
+    model = FastDDP(Two(), groups={"own.*": groups_of(rank)[1]})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before, found = state(model), []
+    for factor in (float("inf") if rank == 3 else 1.0, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model((1.0, factor))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        changed = {n for n, p in state(model).items() if not torch.equal(p, before[n])}
+        found.append((len(changed), scaler.get_scale()))
+    return found
+
+
+def test_an_overflow_in_a_group_leaves_out_the_step_of_all_ranks():
+    assert run_ranks(scaled, 4) == [[(0, 2.0), (4, 2.0)]] * 4
+
+
 def weighed(rank, world):
     model = FastDDP(Two(), groups={"own.*": Group(groups_of(rank)[1], world)})
     model.add_weight(rank + 1)
@@ -422,25 +442,24 @@ def mistake(rank, world, make):
     return ""
 
 
-@pytest.mark.parametrize(
-    ("make", "texts"),
-    [
-        (in_two_groups, ["'own.bias'", "in two groups", "'own.*'", "'*.bias'", "narrower"]),
-        (not_in_the_group, ["is not in the group of 'own.*'", "each rank passes"]),
-        (partly_overlapping, ["'own.*'", "rank 0", "[0, 1]", "[1, 2, 3]"]),
-        (without_match, ["'owned.*' matches no parameter", "named_parameters()"]),
-        (different_patterns, ["groups is", "on rank 0"]),
-        (different_divisors, ["groups is", "divided by 2 there", "divided by 1 on rank 0"]),
-        (on_some_ranks, ["groups is", "on rank 0"]),
-        (no_group, ["'own.*' must be a process group", "list"]),
-        (no_divisor, ["divisor of 'own.*'", "positive"]),
-        (foreign_module, ["the module 'Linear' matches no parameter"]),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_mistakes_are_errors_on_every_rank(make, texts):
+MISTAKES = {
+    in_two_groups: ["'own.bias'", "in two groups", "'own.*'", "'*.bias'", "narrower"],
+    not_in_the_group: ["is not in the group of 'own.*'", "each rank passes"],
+    partly_overlapping: ["'own.*'", "rank 0", "[0, 1]", "[1, 2, 3]"],
+    without_match: ["'owned.*' matches no parameter", "named_parameters()"],
+    different_patterns: ["groups is", "on rank 0"],
+    different_divisors: ["groups is", "divided by 2 there", "divided by 1 on rank 0"],
+    on_some_ranks: ["groups is", "on rank 0"],
+    no_group: ["'own.*' must be a process group", "list"],
+    no_divisor: ["divisor of 'own.*'", "positive"],
+    foreign_module: ["the module 'Linear' matches no parameter"],
+}
+
+
+@pytest.mark.parametrize("make", MISTAKES, ids=lambda make: make.__name__)
+def test_mistakes_are_errors_on_every_rank(make):
     for message in run_ranks(mistake, 4, make):
-        for text in texts:
+        for text in MISTAKES[make]:
             assert text in message
 
 

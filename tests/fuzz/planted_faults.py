@@ -26,6 +26,8 @@ WEIGHTS = "fastsync/reducer/mean_weights.py"
 MEANS = "tests/ddp/test_mean_weights.py"
 UNIT_MEANS = "tests/fsdp/test_fsdp_weights.py"
 ROUNDS = "tests/sync/test_rounds.py"
+GROUPS = "tests/ddp/test_groups.py"
+PARAM_GROUPS = "fastsync/config/param_groups.py"
 FAULTS = [
     # --- weights of micro-batches
     Fault(
@@ -104,6 +106,105 @@ FAULTS = [
         "return on_device == nullptr ? value : *on_device;",
         "return value;",
         "tests/simulated/test_simulated_features.py::test_weighted_results_are_the_cpus[weights]",
+    ),
+    # --- groups
+    Fault(
+        "group-divided-by-all-ranks",
+        PARAM_GROUPS,
+        "divisor = float(len(ranks)) if",
+        "divisor = float(len(all_ranks)) if",
+        f"{GROUPS}::test_means_and_used_flags_are_those_of_the_group[mean]",
+    ),
+    Fault(
+        "group-averaged-over-all-ranks",
+        "csrc/reducer/reducer_plan.cpp",
+        "routes(specs[b].group)",
+        "routes(0)",
+        f"{GROUPS}::test_means_and_used_flags_are_those_of_the_group[mean]",
+    ),
+    Fault(
+        "used-flags-in-the-bucket-of-another-group",
+        "fastsync/reducer/buckets.py",
+        "spec.codec, spec.group, spec.local)",
+        "spec.codec, spec.local)",
+        f"{GROUPS}::test_means_and_used_flags_are_those_of_the_group[one-rank]",
+    ),
+    Fault(
+        "votes-of-a-group-alone",
+        "csrc/reducer/reducer_wait.cpp",
+        "if (last->group() == 0) voted = last;",
+        "voted = last;",
+        f"{GROUPS}::test_all_ranks_have_one_plan_whatever_their_orders",
+    ),
+    Fault(
+        "groups-launched-in-each-ranks-own-order",
+        "fastsync/reducer/agreement.py",
+        "return [i for i in order if i >= 0], 1e-9 * nanoseconds",
+        "return list(mine.order), 1e-9 * nanoseconds",
+        f"{GROUPS}::test_all_ranks_have_one_plan_whatever_their_orders",
+    ),
+    Fault(
+        "group-replicated-over-all-ranks",
+        "fastsync/ddp/fast_ddp.py",
+        "self.parameters_to_ignore |= {name for _, names in self._apart() for name in names}",
+        "self.parameters_to_ignore |= set()",
+        f"{GROUPS}::test_a_group_replicates_from_its_first_rank",
+    ),
+    Fault(
+        "buffers-of-a-group-broadcast-over-all-ranks",
+        "fastsync/ddp/buffers.py",
+        "if group_of.get(id(b), rest) is group]",
+        "if rest is group]",
+        f"{GROUPS}::test_a_group_replicates_from_its_first_rank",
+    ),
+    Fault(
+        "bucket-of-one-rank-not-divided",
+        "csrc/transport/choose.cpp",
+        "if (!routes.communicate() && spec.group == 0)",
+        "if (!routes.communicate())",
+        f"{GROUPS}::test_a_group_of_one_rank_divides_too[fp32-2]",
+    ),
+    Fault(
+        "parameter-in-two-groups-accepted",
+        PARAM_GROUPS,
+        "if name in owner:",
+        "if name in ():",
+        f"{GROUPS}::test_mistakes_are_errors_on_every_rank[in_two_groups]",
+    ),
+    Fault(
+        "partly-overlapping-groups-accepted",
+        PARAM_GROUPS,
+        "if theirs != mine:",
+        "if not theirs:",
+        f"{GROUPS}::test_mistakes_are_errors_on_every_rank[partly_overlapping]",
+    ),
+    Fault(
+        "norm-counts-a-group-once-per-rank",
+        "fastsync/zero/gradient_norms.py",
+        "sum(squares.common / ranks for",
+        "sum(squares.common for",
+        f"{GROUPS}::test_a_norm_counts_each_parameter_once[2.0-dtype0]",
+    ),
+    Fault(
+        "nan-known-in-its-group-alone",
+        "fastsync/ddp/nonfinite.py",
+        "for i in sorted({i for its in everyones for i in its})}",
+        "for i in sorted(given)}",
+        f"{GROUPS}::test_nan_in_a_group_skips_the_step_of_all_ranks",
+    ),
+    Fault(
+        "overflow-known-in-its-group-alone",
+        "fastsync/ddp/scaler_guard.py",
+        "if any(id(param) in self._ours",
+        "if any(id(param) in ()",
+        f"{GROUPS}::test_an_overflow_in_a_group_leaves_out_the_step_of_all_ranks",
+    ),
+    Fault(
+        "averages-of-local-tensors-lost-on-ranks-without-use",
+        "fastsync/reducer/local_gradients.py",
+        "            if param.grad is None and local.grad is not None:\n                param.grad",
+        "            if param.grad is None and local.grad is not None:\n                local.grad",
+        "tests/ddp/test_dtensors.py::test_layers_that_one_replica_uses_get_half_of_its_gradient",
     ),
     # --- fastsync/reducer
     Fault(
@@ -380,7 +481,7 @@ FAULTS = [
     Fault(
         "clip-norm-of-this-ranks-share",
         "fastsync/zero/gradient_norms.py",
-        'total += squares.sharers.exchange.sum("the norm of all gradients", squares.owned)',
+        "total += squares.exchange.sum(_PLACE, squares.owned)",
         "total += squares.owned",
         "tests/zero/test_squared_norms.py::test_changes_in_between_count[{'zero': 1}]",
     ),
@@ -651,7 +752,7 @@ FAULTS = [
     Fault(
         "sum-instead-of-mean",
         "csrc/reducer/reducer.cpp",
-        "how.scale = weighed_ ? scale_ : ops::Scale(1.0 / divisor_);",
+        "how.scale = weighed_ ? scale_ : ops::Scale(1.0 / divisors_[group]);",
         "how.scale = weighed_ ? scale_ : ops::Scale(1.0);",
         "tests/ddp/test_unused.py::test_every_pattern_of_use[options0]",
     ),

@@ -6,7 +6,7 @@ import zlib
 import torch
 
 from tests.fuzz.random_cases import rule
-from tests.fuzz.random_cases.drawing import draw
+from tests.fuzz.random_cases.drawing import draw, with_groups
 from tests.fuzz.random_cases.endings import LAYERS_CHANGE, change_layers, layers_change
 from tests.fuzz.random_cases.stages import BEFORE, STEPS, accumulate, applicable
 from tests.fuzz.random_cases.tree import Tree
@@ -29,7 +29,7 @@ class Case:
         self.rng = random.Random(seed)  # the same on every rank
         self.mine = random.Random(1000 * seed + seat.rank + 1)  # this rank's own
         torch.default_generator.manual_seed(seed)
-        first = self.add(draw(self.rng, seat.world))
+        first = self.add(with_groups(draw(self.rng, seat.world), seed))
         self.models = [first]
         way = self.rng.choice(("alone",) * 5 + ("another", "shared"))
         if way == "another":
@@ -46,6 +46,8 @@ class Case:
         self.note(f"theme: {drawn.theme}")
         if drawn.compares:
             self.note("comparing")
+        if drawn.grouped:
+            self.note("groups")
         twins = twins or Twins(Tree(self.rng, drawn), self.rng, self.mine)
         return Wrapped(self.seat, drawn, twins, self.rng, self.mine, self.note, group)
 

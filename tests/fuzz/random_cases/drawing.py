@@ -1,7 +1,8 @@
 """How a model is wrapped: what a case draws before it begins."""
 
+import random
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from tests.fuzz.random_cases.tree import KINDS, REAL
 from tests.fuzz.random_cases.wires import EXACT_WIRES, draw_wire
 from tests.wire.reference_codes import ROUND
 
-__all__ = ["Drawn", "draw"]
+__all__ = ["Drawn", "draw", "with_groups"]
 
 WITHOUT_COMPLEX = tuple(kind for kind in KINDS if kind not in ("complex", "conj"))
 THEMES = (
@@ -54,6 +55,7 @@ class Drawn:
         kinds: of parameters that go with it.
         alike: all ranks use the same parameters in each forward; fixed: in every forward.
         complete: every forward uses every parameter.
+        grouped: places of parameters that have groups of their own, as parts of their number.
     """
 
     theme: str
@@ -64,6 +66,7 @@ class Drawn:
     mixed: _MixedPrecision | None = None
     options: dict = field(default_factory=dict)
     reals: tuple = REAL
+    grouped: tuple = ()
 
     @property
     def alike(self):
@@ -153,6 +156,18 @@ def draw(rng, world, theme=None):
         }[theme]
     )
     return Drawn(theme, shape, options=options)
+
+
+def with_groups(drawn, seed):
+    """Give some parameters groups of their own: of all ranks, so that the same rule holds."""
+    rng = random.Random(f"groups of {seed}")
+    if drawn.theme not in ("plain", "wire") or drawn.wire.form == "hierarchical":
+        return drawn
+    if rng.random() < 0.7:
+        return drawn
+    options = {name: value for name, value in drawn.options.items() if name != "replicas"}
+    grouped = tuple(rng.random() for _ in range(rng.choice((1, 2))))
+    return replace(drawn, options=options, grouped=grouped)
 
 
 def _draw_hook(rng, shape, options):

@@ -159,6 +159,8 @@ def load_weights(wrapped):
 
 def change_wire(wrapped):
     wrapped.wire = draw_wire(wrapped.rng, wrapped.seat.world)
+    while wrapped.drawn.grouped and wrapped.wire.form == "hierarchical":
+        wrapped.wire = draw_wire(wrapped.rng, wrapped.seat.world)
     wrapped.model.set_wire(wrapped.wire)
     kept_as_before(wrapped)
 
@@ -521,7 +523,8 @@ def uneven(wrapped):
 
 def may_join(wrapped):
     drawn = wrapped.drawn
-    return drawn.theme in ("plain", "hook") and not (drawn.looks or drawn.compares)
+    refused = drawn.looks or drawn.compares or drawn.grouped
+    return drawn.theme in ("plain", "hook") and not refused
 
 
 def poisoned(wrapped):

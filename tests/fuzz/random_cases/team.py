@@ -61,7 +61,7 @@ def run_cases(rank, world, seeds, folder, family="models"):
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     if world == 4:
         os.environ["LOCAL_WORLD_SIZE"] = "2"
-    seat = Seat(rank, world, dist.new_group(), dist.new_group())
+    seat = Seat(rank, world, *(dist.new_group() for _ in range(3)))
     done = []
     with (folder / str(rank)).open("w") as file:
         for seed in seeds:

@@ -23,12 +23,14 @@ class Seat:
     Attributes:
         judges: the process group over which results are compared, which no model uses.
         second: one more group of all ranks, for a second model.
+        apart: one for parameters that have a group of their own.
     """
 
     rank: int
     world: int
     judges: object
     second: object
+    apart: object = None
 
 
 def same(one, other):
@@ -275,6 +277,10 @@ class Wrapped:
         trained = [p.dtype for p in self.tree.parameters() if p.requires_grad]
         if not any(map(self.drawn.rounding, trained)):
             options.pop("parameter_wire", None)  # which would be refused
+        if self.drawn.grouped:
+            params = list(self.tree.parameters())
+            places = {int(part * len(params)) for part in self.drawn.grouped}
+            options["groups"] = {params[i]: self.seat.apart for i in sorted(places)}
         self.model = FastDDP(self.twins.tree, **grouped(options))
         drawing.register(self.model, self.drawn)
         if self.drawn.zero:
