@@ -142,7 +142,7 @@ def grads_of(net):
 def one_step(rank, world, factors, divisor):
     part = groups_of(rank)[1]
     model = FastDDP(Two(), groups={"own.*": part if divisor is None else Group(part, divisor)})
-    model((1.0, factors[rank])).backward()
+    model((rank + 1.0, factors[rank])).backward()
     counts = model._engine.core.used_counts()
     return grads_of(model.module), counts[-1]
 
@@ -159,7 +159,7 @@ def one_step(rank, world, factors, divisor):
 )
 def test_means_and_used_flags_are_those_of_the_group(factors, divisor, own, counts):
     for rank, (grads, count) in enumerate(run_ranks(one_step, 4, factors, divisor)):
-        assert grads == [1.0, own[rank % 2]]
+        assert grads == [2.5, own[rank % 2]]
         assert count == counts[rank % 2]
 
 
