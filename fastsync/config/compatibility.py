@@ -234,30 +234,29 @@ ROWS = (
     Row(
         "groups",
         "zero=1 to 3",
-        "shards are cut over the ranks of the process group, which do not all have the parameters "
-        "of a group",
-        "use zero=0, or fully_shard with a mesh for each part of the model",
+        "not all ranks have the parameters of a group",
+        "use zero=0, or fully_shard",
     ),
     Row(
         "DTensors", _PLAIN, "it works on plain tensors", "use fully_shard beside tensor parallelism"
     ),
-    Row("groups", "sync", "rounds average parameters over the ranks of the process group"),
-    Row("groups", "elastic", "the experts of ranks that die may be gone"),
-    Row("groups", "on_skip", "contributors are counted over the ranks of the process group"),
-    Row("groups", "replicas", "ranks of different groups have different parameters"),
+    Row("groups", "sync", "rounds average over all ranks"),
+    Row("groups", "elastic", "parameters may die with their ranks"),
+    Row("groups", "on_skip", "contributors are counted over all ranks"),
+    Row("groups", "replicas", "ranks have different parameters"),
     Row(
         "groups",
         "hierarchical wire",
         "a group has nodes of its own",
-        "use another form of the wire",
+        "use another form",
     ),
-    Row("groups", "communication hook", "a hook does not know which ranks a bucket is for"),
-    Row("groups", "join", "a rank without inputs divides by the number of those that have some"),
+    Row("groups", "communication hook", "a hook does not know a bucket's ranks"),
+    Row("groups", "join", "it changes the divisor"),
     Row(
         "groups of other divisors",
         "weights",
-        "the sum of the weights of all ranks divides all gradients",
-        "give the number of all ranks as the divisor: fastsync.Group(group, divisor=...)",
+        "the weights of all ranks divide all gradients",
+        "use fastsync.Group(group, divisor=dist.get_world_size())",
     ),
     Row(
         "weights",
