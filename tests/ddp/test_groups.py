@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP, Faults, Group, NonFiniteGradientError, Wire
+from fastsync.testing import ranks
 from tests.helpers.parallel_models import (
     ContextParallel,
     Experts,
@@ -350,9 +351,9 @@ def test_nan_in_a_group_skips_the_step_of_all_ranks():
 
 
 def test_nan_in_a_group_is_an_error_on_all_ranks():
-    for parameters, ranks in run_ranks(step_on_nan, 4, "raise"):
+    for parameters, guilty in run_ranks(step_on_nan, 4, "raise"):
         assert sorted(parameters) == ["own.bias", "own.weight"]
-        assert ranks == [[3], [3]]
+        assert guilty == [[3], [3]]
 
 
 def scaled(rank, world):
@@ -384,6 +385,23 @@ def weighed(rank, world):
 
 def test_weights_divide_sums_of_experts():
     assert run_ranks(weighed, 4) == [pytest.approx([8 / 10, 8 / 10])] * 4
+
+
+def ends_early(rank, world):
+    model = FastDDP(Two(), groups={"own.*": groups_of(rank)[1]})
+    for step in range(4):
+        if step == 2 and rank == 3:
+            raise ValueError("no more steps")
+        model((1.0, 1.0)).backward()
+
+
+def test_a_rank_that_ends_is_named_to_the_ranks_of_all_groups():
+    with pytest.raises(ranks.RankError) as error:
+        ranks.run_ranks(ends_early, 4)
+    text = str(error.value)
+    for rank in range(4):
+        assert f"rank {rank} raised" in text
+    assert text.count("fastsync: rank 3 ended its script after step 2") >= 3
 
 
 # --- mistakes
