@@ -20,11 +20,12 @@ NaN, and this rank raises the error later, once the host can see it.
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -124,6 +125,22 @@ class _Mean(NamedTuple):
     held: Sequence[tuple[weakref.ref[torch.Tensor], int] | None]
 
 
+class SharedBatches(Protocol):
+    """Batches that the ranks divide, by numbers that travel with the weights.
+
+    Attributes:
+        numbers: how many each rank sends.
+    """
+
+    numbers: int
+
+    def mine(self) -> Sequence[float]:
+        """Return this rank's numbers, at the start of a backward that synchronises."""
+
+    def agree(self, step: int, numbers: Sequence[Sequence[float]]) -> None:
+        """Take the numbers of all ranks, at the same step on each of them."""
+
+
 class MeanWeights:
     """The weights that a script gives one model.
 
@@ -133,6 +150,13 @@ class MeanWeights:
         device: of the gradients.
         averages: returns the gradient of each parameter, or what this rank keeps of it.
         apart: whether autograd does not add to that.
+
+    Attributes:
+        group, device: as given.
+        backwards: those that have begun.
+        divides: what the ranks divide by numbers that travel with the weights; the same on every
+            rank, in every step. None: nothing.
+        waited: seconds that this rank has waited for the sums.
     """
 
     def __init__(
@@ -143,8 +167,10 @@ class MeanWeights:
         averages: Callable[[], Sequence[torch.Tensor | None]],
         apart: Callable[[int], bool],
     ) -> None:
-        self._group, self._rank, self._world = group, group.rank(), group.size()
-        self._device, self._averages, self._apart = device, averages, apart
+        self.group, self._rank, self._world = group, group.rank(), group.size()
+        self.device, self._averages, self._apart = device, averages, apart
+        self.backwards, self.waited = 0, 0.0
+        self.divides: SharedBatches | None = None
         self._meeting = meeting_place(group, f"weights-{name}", Env.read().agree_timeout)
         self._have_met = False
         self._new: Number | None = None  # weight of the running step's mean; None: it has none
@@ -211,6 +237,7 @@ class MeanWeights:
         self._given.add(self._fresh)
         self._fresh = _Given()
         self._backwards += 1
+        self.backwards += 1
 
     def _go_on(self, last: _Mean, now: Sequence[torch.Tensor | None]) -> list[int]:
         """Prepare the gradients that still hold the last mean. See `begin_backward`."""
@@ -279,7 +306,10 @@ class MeanWeights:
     def _share(self, status: _Status) -> None:
         self._step += 1
         self._status, self._is_open = status, True
-        self._shared = torch.zeros(1 + self._world, dtype=torch.float64, device=self._device)
+        batches = self.divides
+        more = 0 if batches is None else batches.numbers
+        numbers = 1 + self._world * (1 + more)
+        self._shared = torch.zeros(numbers, dtype=torch.float64, device=self.device)
         total = self._shared.narrow(0, 0, 1)
         mine = self._shared.narrow(0, 1 + self._rank, 1)
         # Numbers are values of a kernel's arguments: a copy from the host would have it wait.
@@ -291,8 +321,11 @@ class MeanWeights:
             total.fill_(given)
         if there is not None:
             mine.copy_(torch.where(there > 0, there, mine))
+        if batches is not None:
+            first = 1 + self._world + self._rank * more
+            self._shared[first : first + more] = torch.tensor(batches.mine(), dtype=torch.float64)
         if self._world > 1:
-            self._work = dist.all_reduce(self._shared, group=self._group, async_op=True)
+            self._work = dist.all_reduce(self._shared, group=self.group, async_op=True)
 
     def scale(self) -> Number:
         """Wait for the sum, and return the factor of this step's gradients.
@@ -301,21 +334,28 @@ class MeanWeights:
             RankMismatchError: the weights make no mean; names the ranks.
         """
         if self._work is not None:
-            awaited(self._group, f"the sum of the weights of step {self._step}", self._work)
+            start = time.perf_counter()
+            awaited(self.group, f"the sum of the weights of step {self._step}", self._work)
+            self.waited += time.perf_counter() - start
             self._work = None
         earlier = 0.0 if self._earlier is None else self._earlier
         later = self._later
         self._forget()
-        if self._device.type != "cpu":
+        if self.device.type != "cpu":
             return self._scale_there(earlier, later)
-        added, *statuses = self._shared.tolist()
+        added, *rest = self._shared.tolist()
+        statuses, rest = rest[: self._world], rest[self._world :]
         total = float(added + earlier)
-        if _are_plain(statuses):
+        if _are_plain(statuses) and self.divides is None:
             self._new = None
             return 1.0 / self._divisor
         if problem := _problem(total, statuses):
             raise _no_mean(self._step, problem)
         self._new = total
+        if self.divides is not None:
+            more = self.divides.numbers
+            rows = [rest[i : i + more] for i in range(0, len(rest), more)]
+            self.divides.agree(self._step, rows)
         for average in later:
             average.mul_(earlier / total)
         return 1.0 / total
@@ -336,7 +376,7 @@ class MeanWeights:
         facts = torch.cat((total.reshape(1), statuses))
         on_host = torch.empty(facts.shape, dtype=torch.float64, pin_memory=True)
         on_host.copy_(facts, non_blocking=True)
-        event = torch.get_device_module(self._device).Event()
+        event = torch.get_device_module(self.device).Event()
         event.record()
         self._unseen.append((event, self._step, on_host))
         self._new = None if self._status == _Status.NONE else total
