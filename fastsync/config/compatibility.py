@@ -212,12 +212,6 @@ ROWS = (
         "use on_skip='raise' with it",
     ),
     Row(
-        "on_skip",
-        "weights",
-        "a rank that skips a step has told the others its weight by then",
-        "use on_skip='raise' with weights",
-    ),
-    Row(
         "weights",
         "communication hook",
         "a hook divides its buffers by the number of ranks",

@@ -42,7 +42,7 @@ Number = float | torch.Tensor  # a tensor is 0-d, fp64, on the device of the gra
 class _Status(IntEnum):
     """State of one rank's weights in a step."""
 
-    ABSENT = 0  # it has run out of inputs
+    ABSENT = 0  # it has run out of inputs, or leaves the step out
     NONE = 1
     GIVEN = 2
     ADDED = 3  # given, and the gradients hold an earlier mean
@@ -62,7 +62,7 @@ _MISTAKES = {
     _Status.NOT_FINITE: "gave NaN or infinity",
     _Status.HALF_CLEARED: "cleared some gradients of the last step and went on with others",
     _Status.CHANGED: "changed gradients of the last step, which it did not clear",
-    _Status.WEIGHTLESS: "went on with gradients of a step without weights",
+    _Status.WEIGHTLESS: "went on with gradients of a step without weights, or left out by ranks",
 }
 _REMEDY = (
     "Call add_weight() on every rank, once for each micro-batch, before its backward and after the "
@@ -178,6 +178,9 @@ class MeanWeights:
         self._step = 0
         self._status = _Status.NONE  # of this rank in the running step
         self._is_open = False  # that step has begun and not ended
+        self._skips = False  # this rank leaves it out
+        self._mine: Number = 0.0  # what this rank has given for the last step
+        self._total: Number = 0.0  # and all ranks; 0: it has no weights
         self._fresh = _Given()  # since a backward began
         self._forget()
         self._shared = torch.empty(0)  # the sum, then the status of each rank
@@ -235,7 +238,7 @@ class MeanWeights:
             self._forget()
             self._cleared, self._is_open = True, False
         self._given.add(self._fresh)
-        self._fresh = _Given()
+        self._fresh, self._skips = _Given(), False
         self._backwards += 1
         self.backwards += 1
 
@@ -286,7 +289,9 @@ class MeanWeights:
         if not self._have_met:
             self._meeting.meet("the others to give weights", remedy=_REMEDY)
             self._have_met = True
-        self._share(self._status_of(self._backwards if self._cleared else backwards))
+        status = self._status_of(self._backwards if self._cleared else backwards)
+        skips, self._skips = self._skips, False
+        self._share(_Status.ABSENT if skips else status)
 
     def _status_of(self, backwards: int) -> _Status:
         if not self._given.count and self._earlier is None:
@@ -296,6 +301,37 @@ class MeanWeights:
         if self._given.count < backwards:
             return _Status.MISSING
         return _Status.GIVEN if self._earlier is None else _Status.ADDED
+
+    def skip(self) -> None:
+        """Forget what has been given for the next step, in which this rank gives no gradients."""
+        self._forget()
+        self._fresh, self._skips = _Given(), True
+
+    def factors_after_skips(self, gave: Sequence[bool], givers: Sequence[int]) -> list[float]:
+        """Return what turns the gradients of a step into means of the ranks that have not left it
+        out. Collective, at the end of the step.
+
+        Args:
+            gave: whether this rank has given each gradient.
+            givers: how many ranks have.
+
+        Raises:
+            RankMismatchError: no weight is left, or the mean of the step before is incomplete.
+        """
+        if self._status == _Status.ADDED:
+            raise _no_mean(self._step, "ranks left it out, and it adds to the mean before it")
+        left = torch.tensor(gave, dtype=torch.float64, device=self.device) * self._mine
+        if self._world > 1:
+            work = dist.all_reduce(left, group=self.group, async_op=True)
+            awaited(self.group, f"the weights that are left of step {self._step}", work)
+        total, weights = float(self._total), left.tolist()
+        given = [weight for weight, count in zip(weights, givers, strict=True) if count > 0]
+        if total == 0:
+            return [self._world / max(count, 1) for count in givers]
+        if not all(given):
+            raise _no_mean(self._step, "they are zero on all ranks that did not leave it out")
+        self._new = given[0] if given and len(set(given)) == 1 else None
+        return [total / weight if weight else 1.0 for weight in weights]
 
     def shadow(self) -> None:
         """Take part in a step of the other ranks, without inputs. Collective."""
@@ -315,6 +351,7 @@ class MeanWeights:
         # Numbers are values of a kernel's arguments: a copy from the host would have it wait.
         mine.fill_(float(status))
         given, there = self._given.total, self._given.mistake_there
+        self._mine = given
         if isinstance(given, torch.Tensor):
             total.copy_(given)
         else:
@@ -347,11 +384,11 @@ class MeanWeights:
         statuses, rest = rest[: self._world], rest[self._world :]
         total = float(added + earlier)
         if _are_plain(statuses) and self.divides is None:
-            self._new = None
+            self._new, self._total = None, 0.0
             return 1.0 / self._divisor
         if problem := _problem(total, statuses):
             raise _no_mean(self._step, problem)
-        self._new = total
+        self._new = self._total = total
         if self.divides is not None:
             more = self.divides.numbers
             rows = [rest[i : i + more] for i in range(0, len(rest), more)]
@@ -380,6 +417,7 @@ class MeanWeights:
         event.record()
         self._unseen.append((event, self._step, on_host))
         self._new = None if self._status == _Status.NONE else total
+        self._total = torch.where(all_are(_Status.NONE), 0.0, total)
         scale = torch.where(fits, 1.0 / total, math.nan)
         return torch.where(all_are(_Status.NONE), 1.0 / self._divisor, scale)
 
