@@ -126,7 +126,7 @@ def train(rank, world, kind, ahead, micro):
             steps.append((indices.tolist(), grads))
             optimizer.step()
         found.append(steps)
-    return found, shares.parts
+    return found, shares.parts, list(shares._measured)
 
 
 def oracle(indices):
@@ -154,7 +154,7 @@ def test_every_sample_is_trained_once_and_gradients_are_those_of_one_process(cas
     results = run_ranks(train, world, kind, ahead, micro)
     # Means that are added to in one step are rounded as often.
     bound = micro * 2**-23
-    for epoch in zip(*(found for found, _ in results), strict=True):
+    for epoch in zip(*(found for found, *_ in results), strict=True):
         seen = []
         for step in zip(*epoch, strict=True):
             indices = [index for mine, _ in step for index in mine]
@@ -164,7 +164,9 @@ def test_every_sample_is_trained_once_and_gradients_are_those_of_one_process(cas
         assert sorted(seen) == list(range(SAMPLES))
         assert len(epoch[0]) == -(-SAMPLES // TOTAL)
     wanted = divide(TOTAL, [1 / cost for cost in COSTS[:world]])
-    assert all(parts == wanted for _, parts in results), [parts for _, parts in results]
+    assert [parts for _, parts, _ in results] == [wanted] * world
+    for cost, (_, _, speeds) in zip(COSTS, results, strict=False):
+        assert speeds == pytest.approx([1 / cost] * len(speeds))
 
 
 def small(rank, world, samples, total):
