@@ -161,7 +161,7 @@ CASES = [
     (3, drawn(7, 3), {"wire": "int8"}),
     (2, drawn(8, 2), {"wire": "int8", "zero": 1}),
     (1, {(1, 0): "forward", (3, 0): "backward"}, {}),
-    (3, {(1, 1): "backward", (2, 0): "forward", (4, 2): "before"}, {"weighs": True}),
+    (3, {(1, 1): "backward", (1, 2): "forward", (4, 2): "before"}, {"weighs": True}),
     (3, drawn(17, 3), {"weighs": True, "zero": 1}),
     (1, {(1, 0): "forward", (3, 0): "backward"}, {"weighs": True}),
 ]

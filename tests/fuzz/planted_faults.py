@@ -116,7 +116,7 @@ FAULTS = [
         f"{SKIPS}::test_ranks_that_are_left_make_no_mean[none]",
     ),
     Fault(
-        "gradients-that-a-skipping-rank-had-sent-divided-by-the-weights-of-the-others",
+        "sent-gradients-of-a-skipping-rank-not-weighed",
         "fastsync/ddp/skipping.py",
         'self._sent = core.stats()["collectives"] - sent',
         "self._sent = 0",
@@ -145,7 +145,7 @@ FAULTS = [
         f"{SHARED}::test_every_sample_is_trained_once_and_gradients_are_those_of_one_process[0]",
     ),
     Fault(
-        "new-parts-of-batches-that-a-rank-has-drawn",
+        "new-parts-of-batches-drawn-already",
         SHARES,
         "_Speeds(int(max(drawn)), speeds)",
         "_Speeds(int(min(drawn)), speeds)",
