@@ -220,12 +220,13 @@ class MeanWeights:
             The parameters of whose mean each rank now has a part.
         """
         now = self._averages()
-        if accumulated and all(average is None for average in now):
+        cleared = all(average is None for average in now)
+        if accumulated and cleared:
             self._forget()
             self._cleared = True
         self.count_backward()
         last, self._last = self._last, None
-        return [] if last is None else self._go_on(last, now)
+        return [] if last is None or cleared else self._go_on(last, now)
 
     def drop(self) -> None:
         """Forget what has been given: nothing is trained, so that no step follows."""
@@ -426,8 +427,8 @@ class MeanWeights:
         if self._work is not None:
             self.scale()  # nothing had to be sent
         self._is_open = False
-        now = self._averages()
-        held = [None if a is None else (weakref.ref(a), a._version) for a in now]
+        ref = weakref.ref
+        held = [None if a is None else (ref(a), a._version) for a in self._averages()]
         self._last = _Mean(self._new, held)
 
     def _raise_what_is_seen(self) -> None:

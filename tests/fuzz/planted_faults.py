@@ -90,8 +90,8 @@ FAULTS = [
     Fault(
         "weights-of-cleared-gradients-counted",
         WEIGHTS,
-        "        if accumulated and all(",
-        "        if False and all(",
+        "        if accumulated and cleared:",
+        "        if False and cleared:",
         f"{MEANS}::test_weights_of_gradients_that_are_dropped_do_not_count[cleared]",
     ),
     Fault(
