@@ -109,7 +109,7 @@ def train(rank, world, kind, ahead, micro):
     model, dataset = wrap(kind), Samples()
     shares = Shares(model, TOTAL)
     trained = with_costs(shares, rank)
-    sampler = Ahead(shares.sampler(dataset, seed=5), 2 * rank if ahead else 0)
+    sampler = Ahead(shares.sampler(dataset, seed=5), rank if ahead else 0)
     loader = DataLoader(dataset, batch_sampler=sampler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     found, speeds = [], set()
