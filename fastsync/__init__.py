@@ -22,6 +22,7 @@ from fastsync.ddp.nonfinite import NonFiniteGradientError
 from fastsync.ddp.rank_identity import meet_alone_where_started_later
 from fastsync.ddp.replica_check import ReplicaError
 from fastsync.ddp.sharded import ShardedDDP as ShardedDDP
+from fastsync.ddp.shares import Shares, ShareSampler
 from fastsync.faults.consensus import RankMismatchError
 from fastsync.faults.exit_hooks import guard_exit
 from fastsync.faults.preemption_vote import outlive_preemption
@@ -54,6 +55,8 @@ __all__ = [
     "RankMismatchError",
     "ReplicaError",
     "ReplicaPolicy",
+    "ShareSampler",
+    "Shares",
     "SlowRanks",
     "SyncFault",
     "SyncStats",

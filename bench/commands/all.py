@@ -69,6 +69,7 @@ _EVERY = (
     Part("zero3", 70, "zero --stages 3 --models gpt2 --check-steps 2 --seconds 20"),
     Part("zero3-1gbit", 80, "zero --stages 3 --models gpt2 --link 1gbit --seconds 30", True),
     Part("clip", 120, "clip --seconds 35"),
+    Part("shares", 170, "shares --models paced --scale 0.04 --steps 4 --warmup 9 --seconds 110"),
     Part("links", 170, "links --seconds 20", True),
     Part("links-slow", 90, "links --links 100mbit --seconds 60", True),
     Part("links-four", 170, "links --links 1gbit --ranks 4 --seconds 60", True),

@@ -2,6 +2,7 @@
 
     python -m bench overhead --ranks 1 --models gpt2,resnet50,small --json out/overhead.json
     python -m bench overhead --ranks 2 --sockets --models gpt2 --traces out
+    python -m bench overhead --ranks 2 --models gpt2 --wrappers fastsync_weights --over fastsync
 
 With one rank there is nothing to send, so a step should cost as much as without a wrapper.
 Variants run in bursts, in turn; ratios are taken within a round. The steps of a burst follow each
@@ -50,12 +51,13 @@ def profiled(lane: Lane, group: Group, trace: Path | None) -> dict[str, Any]:
     *(b.models("gpt2,resnet50,small"), b.SCALE, b.wrappers("all")),
     *(b.ranks("1", least=1), b.SOCKETS),
     *(b.rounds(15), b.steps(8), b.check_steps(4)),
+    argument("--over", "wrapper that ratios are taken over", FLOOR),
     argument("--traces", "folder for the traces; unset: none", type=Path),
     kind=KIND,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """Return a point per variant of each model; the times are those of the slowest rank."""
-    variants, progress = select(args.wrappers, required=(FLOOR,)).variants, Progress(group)
+    variants, progress = select(args.wrappers, required=(args.over,)).variants, Progress(group)
     for model in args.models:
         workload, found = b.workload(model, args), []
         checked(workload, variants, group, args.check_steps)
@@ -75,8 +77,9 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         steps = {name: [step for step, _ in bursts] for name, bursts in worst.items()}
         for name, lane in lanes.items():
             trace = args.traces and args.traces / f"{model}-{name}.json.gz"
-            ratio = asdict(Spread.of(over(steps[name], steps[FLOOR])))
+            ratio = asdict(Spread.of(over(steps[name], steps[args.over])))
             host = asdict(Spread.of([host for _, host in worst[name]]))
-            more = {"host": host, "ratio": ratio, **profiled(lane, group, trace)}
+            more = {"host": host, "ratio": ratio, "over": args.over}
+            more |= profiled(lane, group, trace)
             found.append(point((model, name), steps[name], **more))
         yield b.points(model, found, KIND)

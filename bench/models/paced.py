@@ -29,6 +29,10 @@ class Clock:
     def __init__(self, seconds: float) -> None:
         self._seconds, self._end = seconds, 0.0
 
+    def pace(self, seconds: float) -> None:
+        """Set the time of a layer."""
+        self._seconds = seconds
+
     def wait(self, first: bool) -> None:
         """Sleep, without the GIL, until a layer ends; `first`: no other was before it."""
         now = time.perf_counter()
@@ -66,6 +70,10 @@ class Paced(nn.Module):
         )
         self._pattern = torch.randn(width, width)  # shared: only its values are of use
         self._clock = Clock(seconds / layers)
+
+    def pace(self, seconds: float) -> None:
+        """Set the time of the backwards of all layers."""
+        self._clock.pace(seconds / len(self.weights))
 
     def forward(self, x: Tensor) -> Tensor:
         """Inputs and outputs are of shape [batch, features]."""

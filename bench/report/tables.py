@@ -153,8 +153,9 @@ def scale(points: list[Point], markdown: bool = False) -> str:
 
 def overhead(points: list[Point], markdown: bool = False) -> str:
     """Return one row per variant of one model; the last four columns only of GPUs."""
+    base = next((p["over"] for p in points if "over" in p), FLOOR)
     headers = (
-        *("variant", "step ms", f"of {FLOOR}", "backward, host ms"),
+        *("variant", "step ms", f"of {base}", "backward, host ms"),
         *("kernels", "communication ms", "exposed ms", "hidden"),
     )
     rows = []

@@ -308,6 +308,7 @@ void bind_engine(py::module_& m) {
       .def("trainable", &Reducer::trainable, release)
       .def("last_step", &last_step_dict)
       .def("pace", &Reducer::pace, release)
+      .def("busy_seconds", &Reducer::busy_seconds, release)
       .def("await_buffers", &Reducer::await_buffers, py::arg("exchange"))
       .def("set_timeline", &Reducer::set_timeline, release, py::arg("timeline"))
       .def("used_counts", &Reducer::used_counts, release)

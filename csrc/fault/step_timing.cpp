@@ -37,7 +37,10 @@ Times mean(std::vector<Times> steps) {
 
 Activity Pace::reach(Activity activity) {
   const int64_t time = now();
-  if (since_ != 0) times_[static_cast<size_t>(activity_)] += time - since_;
+  if (since_ != 0) {
+    times_[static_cast<size_t>(activity_)] += time - since_;
+    if (activity_ != Activity::kWaiting) busy_ += time - since_;
+  }
   since_ = time;
   const Activity before = activity_;
   activity_ = activity;

@@ -30,6 +30,8 @@ class Pace {
   Activity reach(Activity activity);
   // Drops the times of the running step: the ranks have planned.
   void restart();
+  // Returns the nanoseconds so far, up to the last change, in which this rank did not wait.
+  int64_t busy() const { return busy_; }
   // Ends the step number `steps`. Returns the means of its window if it is the last step of it.
   std::optional<Times> end_step(int64_t steps);
 
@@ -37,6 +39,7 @@ class Pace {
   Activity activity_ = Activity::kBetweenSteps;
   int64_t since_ = 0;  // steady clock; 0: nothing has begun
   Times times_{};      // of the running step
+  int64_t busy_ = 0;
   int64_t window_ = -1;
   std::vector<Times> steps_;  // of the window
 };

@@ -399,6 +399,7 @@ Packing Reducer::packing(size_t group) const {
 // packed.
 void Reducer::weigh() {
   if (weighed_ || !weighing_.scale) return;
+  const Lap lap = log_.waiting();  // for the rank that begins its backward last
   scale_ = std::visit([](const auto& by) { return ops::Scale(by); }, weighing_.scale());
   weighed_ = true;
   scaled_on_ = scale_.tensor.defined() ? stream_of(scale_.tensor) : std::nullopt;

@@ -205,6 +205,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Returns the step timing of the latest window that all ranks have reported; nothing without a
   // watch, or on devices.
   std::optional<PaceReport> pace() const;
+  // Returns the seconds so far in which this rank waited for no other, up to a change of activity.
+  double busy_seconds() const;
   // Runs `exchange`, in which this rank waits for others, and counts its time as waiting.
   void await_buffers(const std::function<void()>& exchange);
   void detach_hooks();

@@ -70,6 +70,11 @@ std::optional<PaceReport> Reducer::pace() const {
   return board_ ? board_->latest() : std::nullopt;
 }
 
+double Reducer::busy_seconds() const {
+  const Lock lock(mutex_);
+  return 1e-9 * static_cast<double>(log_.busy());
+}
+
 void Reducer::await_buffers(const std::function<void()>& exchange) {
   const Lap lap = log_.waiting();
   exchange();

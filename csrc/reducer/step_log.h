@@ -68,6 +68,7 @@ class StepLog {
   Lap waiting() { return {pace_, Activity::kWaiting}; }
   // The ranks have planned.
   void restart_pace() { pace_.restart(); }
+  int64_t busy() const { return pace_.busy(); }
   void end_step(std::vector<bool> used);
   // The trained parameters change: earlier steps cannot be compared with later ones.
   void forget_used() { last_.used.clear(); }

@@ -89,6 +89,21 @@ def hooked(wrap: Wrap, hook: Callable[..., Any]) -> Wrap:
     return wrap_and_register
 
 
+def weighted(wrap: Wrap) -> Wrap:
+    """Return the same with a weight for every forward, all alike."""
+
+    def weigh(model: Any, inputs: object) -> None:
+        if torch.is_grad_enabled():
+            model.add_weight(1.0)
+
+    def wrap_and_weigh(module: nn.Module, device: torch.device) -> nn.Module:
+        model = wrap(module, device)
+        model.register_forward_pre_hook(weigh)
+        return model
+
+    return wrap_and_weigh
+
+
 def _fastsync(wire: str, stage: int = 0) -> Variant:
     """FastDDP with `wire` and `zero`."""
     name = OURS + (f"_zero{stage}" if stage else "") + ("" if wire == "fp32" else f"_{wire}")
@@ -113,6 +128,7 @@ _VARIANTS = (
     Variant("ddp_fp16", hooked(ddp(), fp16_compress_hook), *WIRE_COSTS["fp16"]),
     _fastsync("fp32"),
     Variant(f"{OURS}_group", fast_ddp(shared_memory=False), by_name=True),
+    Variant(f"{OURS}_weights", weighted(fast_ddp()), by_name=True),
     *(_fastsync(wire) for wire in wire_formats() if wire != "fp32"),
     _in_nodes("", "fp32"),
     _in_nodes("_group", "fp32", shared_memory=False),

@@ -226,12 +226,6 @@ ROWS = (
         "use on_skip='raise' with it",
     ),
     Row(
-        "on_skip",
-        "weights",
-        "a rank that skips a step has told the others its weight by then",
-        "use on_skip='raise' with weights",
-    ),
-    Row(
         "groups",
         "zero=1 to 3",
         "not all ranks have the parameters of a group",

@@ -57,6 +57,7 @@ class Skips(StepWatcher):
         self._ours = {id(param.tensor) for param in engine.params}
         self.attempting = False
         self.refusal: RuntimeError | None = None
+        self._sent: int | None = None  # buckets of the step that this rank leaves out
         me = weakref.ref(self)
         engine.core.on_skips(lambda givers: _weigh(me, givers))
         watch_steps(self)
@@ -77,6 +78,7 @@ class Skips(StepWatcher):
         _check_block(model.module, errors)
         core, attempt = self._engine.core, Attempt()
         steps, forwards = core.steps(), self._engine.forwards
+        sent = core.stats()["collectives"]
         self.attempting = True
         try:
             yield attempt
@@ -91,7 +93,9 @@ class Skips(StepWatcher):
             begun = self._engine.forwards != forwards
             self._note_skip(attempt.error)
             pass_forward(begun)
+            self._sent = core.stats()["collectives"] - sent
             self._skip(model)
+            self._sent = None
         elif core.steps() != steps + 1:
             raise RuntimeError(
                 "a block of model.skipping() holds one backward that synchronises, but this one "
@@ -106,8 +110,12 @@ class Skips(StepWatcher):
 
     def _skip(self, model: Front) -> None:
         """Take part in the backward of the other ranks."""
-        self._engine.core.skip_step()
-        if self._engine.group.size() == 1:  # no other rank has any of this rank's gradients
+        engine = self._engine
+        has_begun = engine.core.backward_running()
+        if engine.weights is not None and engine.plan.buckets and not has_begun:
+            engine.weights.skip()
+        engine.core.skip_step()
+        if engine.group.size() == 1:  # no other rank has any of this rank's gradients
             model.zero_grad(set_to_none=True)
         model.require_forward_param_sync = True
 
@@ -145,10 +153,20 @@ class Skips(StepWatcher):
             least = min(count for count in givers if count >= 0)
             step = engine.core.steps()
             _log.warning("fastsync: step %d has gradients of %d of %d ranks", step, least, world)
+        factors = [world / max(count, 1) for count in givers]
+        if engine.weights is not None:
+            factors = engine.weights.factors_after_skips(self._gave(), givers)
         with torch.no_grad():
-            for param, count in zip(engine.params, givers, strict=True):
+            for param, count, factor in zip(engine.params, givers, factors, strict=True):
                 if 0 < count < world and param.tensor.grad is not None:
-                    param.tensor.grad.mul_(world / count)
+                    param.tensor.grad.mul_(factor)
+        if engine.weights is not None:
+            engine.weights.note_mean()
+
+    def _gave(self) -> list[bool]:
+        """Return whether this rank has given each gradient of the step that ends."""
+        sent = [i for bucket in self._engine.plan.buckets[: self._sent] for i in bucket.params]
+        return [index in set(sent) for index in range(len(self._engine.params))]
 
 
 def _weigh(skips: weakref.ref[Skips], givers: Sequence[int]) -> None:

@@ -372,7 +372,7 @@ class Context(StepWatcher, Generic[S]):
                 self._finish_all()
         if self._ends_soon:
             self.trim()
-        if self.weights is not None and self._scale is None:
+        if self.weights is not None and self._scale is None and unit.trains:
             self._scale = self.weights.scale()
         unit.start_reduce(self._scale)
         self._reducing.append(unit)

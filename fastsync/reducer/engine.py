@@ -297,6 +297,8 @@ class Engine:
             agreed: all ranks have the same plan now.
         """
         self._group = self.pace.group = group
+        if self.weights is not None:
+            self.weights.divides = None
         self.weights = None
         self.core.use_weights(None, None, None)
         self._divisor = float(group.size())

@@ -20,11 +20,12 @@ NaN, and this rank raises the error later, once the host can see it.
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ Number = float | torch.Tensor  # a tensor is 0-d, fp64, on the device of the gra
 class _Status(IntEnum):
     """State of one rank's weights in a step."""
 
-    ABSENT = 0  # it has run out of inputs
+    ABSENT = 0  # it has run out of inputs, or leaves the step out
     NONE = 1
     GIVEN = 2
     ADDED = 3  # given, and the gradients hold an earlier mean
@@ -61,7 +62,7 @@ _MISTAKES = {
     _Status.NOT_FINITE: "gave NaN or infinity",
     _Status.HALF_CLEARED: "cleared some gradients of the last step and went on with others",
     _Status.CHANGED: "changed gradients of the last step, which it did not clear",
-    _Status.WEIGHTLESS: "went on with gradients of a step without weights",
+    _Status.WEIGHTLESS: "went on with gradients of a step without weights, or left out by ranks",
 }
 _REMEDY = (
     "Call add_weight() on every rank, once for each micro-batch, before its backward and after the "
@@ -124,6 +125,22 @@ class _Mean(NamedTuple):
     held: Sequence[tuple[weakref.ref[torch.Tensor], int] | None]
 
 
+class SharedBatches(Protocol):
+    """Batches that the ranks divide, by numbers that travel with the weights.
+
+    Attributes:
+        numbers: how many each rank sends.
+    """
+
+    numbers: int
+
+    def mine(self) -> Sequence[float]:
+        """Return this rank's numbers, at the start of a backward that synchronises."""
+
+    def agree(self, step: int, numbers: Sequence[Sequence[float]]) -> None:
+        """Take the numbers of all ranks, at the same step on each of them."""
+
+
 class MeanWeights:
     """The weights that a script gives one model.
 
@@ -133,6 +150,13 @@ class MeanWeights:
         device: of the gradients.
         averages: returns the gradient of each parameter, or what this rank keeps of it.
         apart: whether autograd does not add to that.
+
+    Attributes:
+        group, device: as given.
+        backwards: those that have begun.
+        divides: what the ranks divide by numbers that travel with the weights; the same on every
+            rank, in every step. None: nothing.
+        waited: seconds that this rank has waited for the sums.
     """
 
     def __init__(
@@ -143,8 +167,10 @@ class MeanWeights:
         averages: Callable[[], Sequence[torch.Tensor | None]],
         apart: Callable[[int], bool],
     ) -> None:
-        self._group, self._rank, self._world = group, group.rank(), group.size()
-        self._device, self._averages, self._apart = device, averages, apart
+        self.group, self._rank, self._world = group, group.rank(), group.size()
+        self.device, self._averages, self._apart = device, averages, apart
+        self.backwards, self.waited = 0, 0.0
+        self.divides: SharedBatches | None = None
         self._meeting = meeting_place(group, f"weights-{name}", Env.read().agree_timeout)
         self._have_met = False
         self._new: Number | None = None  # weight of the running step's mean; None: it has none
@@ -152,6 +178,9 @@ class MeanWeights:
         self._step = 0
         self._status = _Status.NONE  # of this rank in the running step
         self._is_open = False  # that step has begun and not ended
+        self._skips = False  # this rank leaves it out
+        self._mine: Number = 0.0  # what this rank has given for the last step
+        self._total: Number = 0.0  # and all ranks; 0: it has no weights
         self._fresh = _Given()  # since a backward began
         self._forget()
         self._shared = torch.empty(0)  # the sum, then the status of each rank
@@ -191,12 +220,13 @@ class MeanWeights:
             The parameters of whose mean each rank now has a part.
         """
         now = self._averages()
-        if accumulated and all(average is None for average in now):
+        cleared = all(average is None for average in now)
+        if accumulated and cleared:
             self._forget()
             self._cleared = True
         self.count_backward()
         last, self._last = self._last, None
-        return [] if last is None else self._go_on(last, now)
+        return [] if last is None or cleared else self._go_on(last, now)
 
     def drop(self) -> None:
         """Forget what has been given: nothing is trained, so that no step follows."""
@@ -209,8 +239,9 @@ class MeanWeights:
             self._forget()
             self._cleared, self._is_open = True, False
         self._given.add(self._fresh)
-        self._fresh = _Given()
+        self._fresh, self._skips = _Given(), False
         self._backwards += 1
+        self.backwards += 1
 
     def _go_on(self, last: _Mean, now: Sequence[torch.Tensor | None]) -> list[int]:
         """Prepare the gradients that still hold the last mean. See `begin_backward`."""
@@ -259,7 +290,9 @@ class MeanWeights:
         if not self._have_met:
             self._meeting.meet("the others to give weights", remedy=_REMEDY)
             self._have_met = True
-        self._share(self._status_of(self._backwards if self._cleared else backwards))
+        status = self._status_of(self._backwards if self._cleared else backwards)
+        skips, self._skips = self._skips, False
+        self._share(_Status.ABSENT if skips else status)
 
     def _status_of(self, backwards: int) -> _Status:
         if not self._given.count and self._earlier is None:
@@ -270,6 +303,37 @@ class MeanWeights:
             return _Status.MISSING
         return _Status.GIVEN if self._earlier is None else _Status.ADDED
 
+    def skip(self) -> None:
+        """Forget what has been given for the next step, in which this rank gives no gradients."""
+        self._forget()
+        self._fresh, self._skips = _Given(), True
+
+    def factors_after_skips(self, gave: Sequence[bool], givers: Sequence[int]) -> list[float]:
+        """Return what turns the gradients of a step into means of the ranks that have not left it
+        out. Collective, at the end of the step.
+
+        Args:
+            gave: whether this rank has given each gradient.
+            givers: how many ranks have.
+
+        Raises:
+            RankMismatchError: no weight is left, or the mean of the step before is incomplete.
+        """
+        if self._status == _Status.ADDED:
+            raise _no_mean(self._step, "ranks left it out, and it adds to the mean before it")
+        left = torch.tensor(gave, dtype=torch.float64, device=self.device) * self._mine
+        if self._world > 1:
+            work = dist.all_reduce(left, group=self.group, async_op=True)
+            awaited(self.group, f"the weights that are left of step {self._step}", work)
+        total, weights = float(self._total), left.tolist()
+        given = [weight for weight, count in zip(weights, givers, strict=True) if count > 0]
+        if total == 0:
+            return [self._world / max(count, 1) for count in givers]
+        if not all(given):
+            raise _no_mean(self._step, "they are zero on all ranks that did not leave it out")
+        self._new = given[0] if given and len(set(given)) == 1 else None
+        return [total / weight if weight else 1.0 for weight in weights]
+
     def shadow(self) -> None:
         """Take part in a step of the other ranks, without inputs. Collective."""
         self._share(_Status.ABSENT)
@@ -279,20 +343,27 @@ class MeanWeights:
     def _share(self, status: _Status) -> None:
         self._step += 1
         self._status, self._is_open = status, True
-        self._shared = torch.zeros(1 + self._world, dtype=torch.float64, device=self._device)
+        batches = self.divides
+        more = 0 if batches is None else batches.numbers
+        numbers = 1 + self._world * (1 + more)
+        self._shared = torch.zeros(numbers, dtype=torch.float64, device=self.device)
         total = self._shared.narrow(0, 0, 1)
         mine = self._shared.narrow(0, 1 + self._rank, 1)
         # Numbers are values of a kernel's arguments: a copy from the host would have it wait.
         mine.fill_(float(status))
         given, there = self._given.total, self._given.mistake_there
+        self._mine = given
         if isinstance(given, torch.Tensor):
             total.copy_(given)
         else:
             total.fill_(given)
         if there is not None:
             mine.copy_(torch.where(there > 0, there, mine))
+        if batches is not None:
+            first = 1 + self._world + self._rank * more
+            self._shared[first : first + more] = torch.tensor(batches.mine(), dtype=torch.float64)
         if self._world > 1:
-            self._work = dist.all_reduce(self._shared, group=self._group, async_op=True)
+            self._work = dist.all_reduce(self._shared, group=self.group, async_op=True)
 
     def scale(self) -> Number:
         """Wait for the sum, and return the factor of this step's gradients.
@@ -301,21 +372,28 @@ class MeanWeights:
             RankMismatchError: the weights make no mean; names the ranks.
         """
         if self._work is not None:
-            awaited(self._group, f"the sum of the weights of step {self._step}", self._work)
+            start = time.perf_counter()
+            awaited(self.group, f"the sum of the weights of step {self._step}", self._work)
+            self.waited += time.perf_counter() - start
             self._work = None
         earlier = 0.0 if self._earlier is None else self._earlier
         later = self._later
         self._forget()
-        if self._device.type != "cpu":
+        if self.device.type != "cpu":
             return self._scale_there(earlier, later)
-        added, *statuses = self._shared.tolist()
+        added, *rest = self._shared.tolist()
+        statuses, rest = rest[: self._world], rest[self._world :]
         total = float(added + earlier)
-        if _are_plain(statuses):
-            self._new = None
+        if _are_plain(statuses) and self.divides is None:
+            self._new, self._total = None, 0.0
             return 1.0 / self._divisor
         if problem := _problem(total, statuses):
             raise _no_mean(self._step, problem)
-        self._new = total
+        self._new = self._total = total
+        if self.divides is not None:
+            more = self.divides.numbers
+            rows = [rest[i : i + more] for i in range(0, len(rest), more)]
+            self.divides.agree(self._step, rows)
         for average in later:
             average.mul_(earlier / total)
         return 1.0 / total
@@ -336,10 +414,11 @@ class MeanWeights:
         facts = torch.cat((total.reshape(1), statuses))
         on_host = torch.empty(facts.shape, dtype=torch.float64, pin_memory=True)
         on_host.copy_(facts, non_blocking=True)
-        event = torch.get_device_module(self._device).Event()
+        event = torch.get_device_module(self.device).Event()
         event.record()
         self._unseen.append((event, self._step, on_host))
         self._new = None if self._status == _Status.NONE else total
+        self._total = torch.where(all_are(_Status.NONE), 0.0, total)
         scale = torch.where(fits, 1.0 / total, math.nan)
         return torch.where(all_are(_Status.NONE), 1.0 / self._divisor, scale)
 
@@ -348,8 +427,8 @@ class MeanWeights:
         if self._work is not None:
             self.scale()  # nothing had to be sent
         self._is_open = False
-        now = self._averages()
-        held = [None if a is None else (weakref.ref(a), a._version) for a in now]
+        ref = weakref.ref
+        held = [None if a is None else (ref(a), a._version) for a in self._averages()]
         self._last = _Mean(self._new, held)
 
     def _raise_what_is_seen(self) -> None:

@@ -452,7 +452,7 @@ def _unscale(
 
 def averages(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return the gradient of each parameter, or the part of it that this rank keeps."""
-    grads = (param.grad for param in params)
+    grads = [param.grad for param in params]
     return [g.share.piece if isinstance(g, ShardedGradient) else g for g in grads]
 
 

@@ -45,6 +45,7 @@ MODULE_LAYERS = {
         ["rejoin"],
         ["fast_ddp"],
         ["saving", "sharded"],
+        ["shares"],
     ],
     "doctor": [
         ["finding", "drill_rank", "__init__"],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastsync import FastDDP, Faults
+from fastsync import FastDDP, Faults, RankMismatchError
 from fastsync.config.arguments import grouped
 from tests.helpers.teams import run_ranks
 
@@ -56,13 +56,20 @@ def optimizer_of(net):
     return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
 
+def weight_of(rank, step):
+    """Return the weight of a rank's batch."""
+    return 1 + (2 * rank + step) % 4
+
+
 def train(rank, world, schedule, options):
     """Weights after each step, how buckets held the parameters in it, and whether it was skipped.
 
     Args:
         schedule: (step, rank): where it fails.
+        options: of FastDDP; "weighs": batches have weights.
     """
     options = dict(options)
+    weighs = options.pop("weighs", False)
     dtype = dtype_of(options)
     net = Net(options.pop("norm", False)).to(dtype)
     model = FastDDP(
@@ -75,10 +82,13 @@ def train(rank, world, schedule, options):
         net.fails = schedule.get((step, rank), "")
         optimizer.zero_grad()
         plan = [[names[i] for i in bucket.params] for bucket in model._engine.plan.buckets]
+        weight = weight_of(rank, step) if weighs else 1
+        if weighs:
+            model.add_weight(weight)
         with model.skipping(BadSample, MemoryError) as attempt:
             if net.fails == "before":
                 raise MemoryError("before the forward")
-            model(batch(rank, step, dtype)).backward()
+            (model(batch(rank, step, dtype)) * weight).backward()
         optimizer.step()
         weights = {name: param.detach().clone() for name, param in net.named_parameters()}
         told.append((weights, plan, attempt.skipped))
@@ -108,17 +118,19 @@ def expected(world, schedule, plans, options):
     net = Net(options.get("norm", False)).to(dtype)
     optimizer, steps = optimizer_of(net), []
     for step in range(STEPS):
-        sums = {}
+        sums, weights = {}, {}
         for rank in range(world):
             net.zero_grad()
-            net(batch(rank, step, dtype)).backward()
+            weight = weight_of(rank, step) if options.get("weighs") else 1
+            (net(batch(rank, step, dtype)) * weight).backward()
             counted = given(schedule.get((step, rank), ""), plans[step])
             for name, param in net.named_parameters():
                 if name in counted:
                     sums.setdefault(name, []).append(param.grad.clone())
+                    weights[name] = weights.get(name, 0) + weight
         for name, param in net.named_parameters():
             grads = sums.get(name)
-            param.grad = sum(grads) / len(grads) if grads else None
+            param.grad = sum(grads) / weights[name] if grads else None
         optimizer.step()
         steps.append({name: param.detach().clone() for name, param in net.named_parameters()})
     return steps
@@ -149,6 +161,9 @@ CASES = [
     (3, drawn(7, 3), {"wire": "int8"}),
     (2, drawn(8, 2), {"wire": "int8", "zero": 1}),
     (1, {(1, 0): "forward", (3, 0): "backward"}, {}),
+    (3, {(1, 1): "backward", (1, 2): "forward", (4, 2): "before"}, {"weighs": True}),
+    (3, drawn(17, 3), {"weighs": True, "zero": 1}),
+    (1, {(1, 0): "forward", (3, 0): "backward"}, {"weighs": True}),
 ]
 
 
@@ -175,6 +190,7 @@ def check_weights(world, schedule, options):
         "3-schedule6-options6",
         "3-schedule10-options10",
         "1-schedule12-options12",
+        "3-schedule13-options13",
     )
 )
 @pytest.mark.parametrize(("world", "schedule", "options"), CASES)
@@ -189,6 +205,58 @@ def test_failures_of_this_run():
     draw = random.Random(seed)
     options = {"norm": draw.random() < 0.5, "zero": draw.choice([0, 1])}
     check_weights(3, drawn(seed, 3), options | {"wire": draw.choice(["fp32", "int8"])})
+
+
+def without_mean(rank, world, how):
+    """Return each rank's error where the ranks that are left make no mean."""
+    model = FastDDP(Net(), faults=Faults(on_skip="average_others"))
+    try:
+        for step in range(2):
+            fails = step == 1 and rank == 1
+            model.module.fails = how.split()[-1] if fails else ""
+            model.add_weight(0 if how != "backward" and step == 1 and rank == 0 else 2)
+            with model.skipping(BadSample):
+                model(batch(rank, step)).backward()
+            if how != "backward":
+                model.zero_grad()
+    except RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("forward", "weights of step 2 make no mean: they are zero on all ranks"),
+        ("in backward", "they are zero on all ranks that did not leave it out"),
+        ("backward", "weights of step 2 make no mean: ranks left it out, and it adds to the mean"),
+    ],
+    ids=["none", "none is left", "added"],
+)
+def test_ranks_that_are_left_make_no_mean(how, words):
+    texts = run_ranks(without_mean, 2, how)
+    assert all(words in text for text in texts), texts
+
+
+def weighs_on(rank, world):
+    """Go on with the gradients of a step that a rank has left out."""
+    model, found = FastDDP(Net().double(), faults=Faults(on_skip="average_others")), []
+    for step in range(2):
+        model.module.fails = "forward" if step == 0 and rank == 1 else ""
+        model.add_weight(2 + rank)
+        with model.skipping(BadSample):
+            (model(batch(rank, step, torch.float64)) * (2 + rank)).backward()
+        found = [p.grad.clone() for p in model.parameters()]
+    return found
+
+
+def test_the_mean_of_the_others_goes_on():
+    net = Net().double()
+    for rank, step in ((0, 0), (0, 1), (1, 1)):
+        (net(batch(rank, step, torch.float64)) * (2 + rank) / 7).backward()
+    for found in run_ranks(weighs_on, 2):
+        for grad, param in zip(found, net.parameters(), strict=True):
+            torch.testing.assert_close(grad, param.grad, rtol=1e-12, atol=1e-14)
 
 
 def one_step(rank, model, fails=()):

@@ -16,6 +16,7 @@ from tests.ddp.test_mean_weights import (
     give,
     loss_of,
     net,
+    samples,
 )
 from tests.helpers.teams import run_ranks
 
@@ -125,6 +126,33 @@ def settings(rank, world):
 def test_units_with_settings_of_their_own_are_an_error():
     for texts in run_ranks(settings, 2):
         assert all("without a divisor of their own" in text for text in texts), texts
+
+
+def frozen(rank, world, most):
+    """Train with weights, freeze all but what `most` names, and go on."""
+    model, found = sharded("plain"), []
+    for step in range(3):
+        for name, param in model.named_parameters():
+            param.requires_grad_(step != 1 or name in most)
+        x, y = samples(rank, step, 0, 2)
+        model.zero_grad()
+        model.add_weight(2)
+        (model(x.requires_grad_()) * y).sum().backward()
+        grads = [p.grad for p in model.parameters()]
+        found.append([None if g is None else g.full_tensor() for g in grads])
+    return found
+
+
+@pytest.mark.parametrize("most", [(), ("0.weight",)])
+def test_frozen_param_groups_have_no_part_in_the_mean(most):
+    wanted = expected([[2], [2]], 3)
+    for found in run_ranks(frozen, 2, most):
+        assert [i for i, g in enumerate(found[1]) if g is not None] == [0] * len(most)
+        for grads, all_grads in zip(found, wanted, strict=True):
+            there = [i for i, g in enumerate(grads) if g is not None]
+            if there:
+                mine, right = ([all_of[i] for i in there] for all_of in (grads, all_grads))
+                assert distance(mine, right) <= 2**-23
 
 
 def inner(rank, world):

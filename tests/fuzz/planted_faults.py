@@ -24,6 +24,9 @@ class Fault:
 
 WEIGHTS = "fastsync/reducer/mean_weights.py"
 MEANS = "tests/ddp/test_mean_weights.py"
+SHARES = "fastsync/ddp/shares.py"
+SHARED = "tests/ddp/test_shares.py"
+SKIPS = "tests/faults/test_skipped_steps.py"
 UNIT_MEANS = "tests/fsdp/test_fsdp_weights.py"
 ROUNDS = "tests/sync/test_rounds.py"
 GROUPS = "tests/ddp/test_groups.py"
@@ -89,8 +92,8 @@ FAULTS = [
     Fault(
         "weights-of-cleared-gradients-counted",
         WEIGHTS,
-        "        if accumulated and all(",
-        "        if False and all(",
+        "        if accumulated and cleared:",
+        "        if False and cleared:",
         f"{MEANS}::test_weights_of_gradients_that_are_dropped_do_not_count[cleared]",
     ),
     Fault(
@@ -205,6 +208,70 @@ FAULTS = [
         "            if param.grad is None and local.grad is not None:\n                param.grad",
         "            if param.grad is None and local.grad is not None:\n                local.grad",
         "tests/ddp/test_dtensors.py::test_layers_that_one_replica_uses_get_half_of_its_gradient",
+    ),
+    Fault(
+        "weights-of-a-rank-that-skips-counted",
+        WEIGHTS,
+        "self._share(_Status.ABSENT if skips else status)",
+        "self._share(status)",
+        f"{SKIPS}::test_ranks_that_are_left_make_no_mean[none]",
+    ),
+    Fault(
+        "sent-gradients-of-a-skipping-rank-not-weighed",
+        "fastsync/ddp/skipping.py",
+        'self._sent = core.stats()["collectives"] - sent',
+        "self._sent = 0",
+        f"{SKIPS}::test_weights_are_those_of_the_batches_that_count[3-schedule13-options13]",
+    ),
+    Fault(
+        "scale-of-frozen-param-groups-awaited",
+        "fastsync/fsdp/context.py",
+        "self._scale is None and unit.trains:",
+        "self._scale is None:",
+        f"{UNIT_MEANS}::test_frozen_param_groups_have_no_part_in_the_mean[most0]",
+    ),
+    # --- parts of batches by speed
+    Fault(
+        "parts-do-not-add-up",
+        SHARES,
+        "for rank in order[: total - sum(parts)]:",
+        "for rank in order[:0]:",
+        f"{SHARED}::test_parts_are_proportional_and_whole",
+    ),
+    Fault(
+        "speeds-of-the-wrong-ranks",
+        SHARES,
+        "self._changes.append(_Speeds(int(max(drawn)), speeds))",
+        "self._changes.append(_Speeds(int(max(drawn)), speeds[::-1]))",
+        f"{SHARED}::test_every_sample_is_trained_once_and_gradients_are_those_of_one_process[0]",
+    ),
+    Fault(
+        "new-parts-of-batches-drawn-already",
+        SHARES,
+        "_Speeds(int(max(drawn)), speeds)",
+        "_Speeds(int(min(drawn)), speeds)",
+        f"{SHARED}::test_every_sample_is_trained_once_and_gradients_are_those_of_one_process[ahead]",
+    ),
+    Fault(
+        "samples-of-a-batch-that-was-drawn-ahead",
+        SHARES,
+        "self._measured.append(self._untrained.popleft() / seconds)",
+        "self._measured.append(self._untrained.pop() / seconds)",
+        f"{SHARED}::test_every_sample_is_trained_once_and_gradients_are_those_of_one_process[ahead]",
+    ),
+    Fault(
+        "waiting-for-the-sum-of-weights-counts-as-work",
+        "csrc/reducer/reducer.cpp",
+        "  const Lap lap = log_.waiting();  // for the rank that begins its backward last\n",
+        "",
+        f"{SHARED}::test_waiting_for_a_slow_rank_makes_no_rank_slow[0]",
+    ),
+    Fault(
+        "divided-batches-without-weights",
+        WEIGHTS,
+        "if _are_plain(statuses) and self.divides is None:",
+        "if _are_plain(statuses):",
+        f"{SHARED}::test_mistakes_are_errors_on_every_rank[weightless]",
     ),
     # --- fastsync/reducer
     Fault(
@@ -407,7 +474,7 @@ FAULTS = [
     Fault(
         "skipped-ranks-count-as-zeros",
         "fastsync/ddp/skipping.py",
-        "param.tensor.grad.mul_(world / count)",
+        "param.tensor.grad.mul_(factor)",
         "param.tensor.grad.mul_(1.0)",
         "tests/faults/test_skipped_steps.py"
         "::test_weights_are_those_of_the_batches_that_count[2-schedule0-options0]",

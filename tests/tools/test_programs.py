@@ -45,6 +45,7 @@ ON_RANKS = {
     "ops": (*TINY, *SOME),
     "overlap": ("--links", "loopback", "--backward", "1,2", *TINY, *ROUND),
     "parity": ("--models", "small", *TINY, "--wrappers", "fastsync", "--steps", "2"),
+    "shares": ("--models", "small,paced", *TINY, "--steps", "1", "--total", "4", "--seconds", "1"),
     "step": ("--models", "small", *TINY, *ROUND, *SOME),
     "unused": ("--depth", "4", "--width", "16", *ROUND, "--steps", "1", "--warmup", "3"),
     "zero": ("--models", "small", *TINY, *ROUND),

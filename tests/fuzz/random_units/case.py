@@ -63,6 +63,10 @@ class UnitCase:
         torch.default_generator.manual_seed(seed)
         self.inputs = torch.Generator().manual_seed(self.mine.randrange(1 << 40))
         self.low = self.rng.random() < 0.25
+        # Units of a weighted model have no divisor of their own, and send to all replicas at once.
+        weighs = random.Random(f"weights {seed}").random() < 0.4
+        self.steps = {**STEPS, **(WEIGHTED if weighs else DIVIDED_STEPS)}
+        self.between = BETWEEN if weighs else {**BETWEEN, **DIVIDED}
         self.wires = draw_wires(seed, LOW if self.low else None, note)
         dtypes = (torch.float32, torch.float32, LOW)  # nothing turns fp64 into 16 bits
         self.model = build(self.rng, note, dtypes if self.low else (torch.float64, *dtypes))
@@ -159,9 +163,9 @@ class UnitCase:
     def run(self):
         for _ in range(self.rng.randint(2, 6)):
             for _ in range(self.rng.choice((0, 0, 1, 1, 2))):
-                name = self.rng.choice(tuple(BETWEEN))
+                name = self.rng.choice(tuple(self.between))
                 self.note(name)
-                BETWEEN[name](self)
+                self.between[name](self)
             self.step()
         self.compare_weights()
         if self.layers_change:
@@ -185,10 +189,10 @@ class UnitCase:
         return [param.to_local() for param in self.params.values()]
 
     def step(self):
-        name = self.rng.choice(tuple(STEPS))
+        name = self.rng.choice(tuple(self.steps))
         self.note(name)
         with self.computing():
-            STEPS[name](self)
+            self.steps[name](self)
         self.check()
         for _ in range(self.rng.choice((0, 1, 1))):
             self.rng.choice((UnitCase.clip, UnitCase.scale))(self)
@@ -196,7 +200,10 @@ class UnitCase:
             self.optimizer.step()
             self.other.step()
             self.compare_weights()
-        if self.rng.random() < 0.8:
+        if name in WEIGHTED:  # what comes next may have no weights
+            self.divisor = self.seat.world
+            self.zero(True)
+        elif self.rng.random() < 0.8:
             self.zero(self.rng.random() < 0.7)
 
     @contextmanager
@@ -291,6 +298,19 @@ class UnitCase:
             self.backward()
         self.model.set_requires_all_reduce(True)
         self.backward()
+
+    def weigh(self):
+        """Weights divide the sum of a few micro-batches of each rank, some of them zero."""
+        self.zero(True)
+        totals = [self.rng.choice((1, 2, 5, 8)) for _ in range(self.rng.randint(1, 3))]
+        local = self.rng.random() < 0.5
+        for left, total in zip(reversed(range(len(totals))), totals, strict=True):
+            self.model.set_requires_gradient_sync(not local or left == 0)
+            owners = [self.rng.randrange(self.seat.world) for _ in range(total)]
+            mine = owners.count(self.seat.rank)
+            self.model.add_weight(torch.tensor(mine) if self.mine.random() < 0.5 else mine)
+            self.backward()
+        self.divisor = float(sum(totals))
 
     def two_forwards(self):
         pairs = [self.losses() for _ in range(2)]
@@ -495,14 +515,15 @@ BETWEEN = {
     "hook": UnitCase.hook,
     "write": UnitCase.write,
     "unshard": UnitCase.unshard,
-    "divide": UnitCase.divide,
     "reload": UnitCase.reload,
 }
+DIVIDED = {"divide": UnitCase.divide}
 STEPS = {
     "backward": UnitCase.backward,
     "accumulate": UnitCase.accumulate,
-    "accumulate sums": UnitCase.accumulate_sums,
     "two forwards": UnitCase.two_forwards,
     "abandoned forward": UnitCase.abandoned_forward,
     "reset between": UnitCase.reset_between,
 }
+WEIGHTED = {"weights": UnitCase.weigh}
+DIVIDED_STEPS = {"accumulate sums": UnitCase.accumulate_sums}
