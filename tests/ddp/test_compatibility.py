@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastsync import FastDDP, Wire
+from fastsync import ElasticPolicy, FastDDP, LocalSGD, Wire
 from fastsync.config.arguments import grouped
 from fastsync.config.compatibility import FEATURES, ROWS, Row
 from fastsync.testing import run_ranks
@@ -20,6 +20,7 @@ ASKED = {
     "device_mesh": {},
     "elastic": {"elastic": True},
     "elastic on GPUs": {"elastic": True},
+    "elastic with rescale": {"elastic": ElasticPolicy(rescale="sum_of_start")},
     "find_unused_parameters=False": {"find_unused_parameters": False},
     "join": {},
     "mixed_precision": {"mixed_precision": BF16},
@@ -32,7 +33,9 @@ ASKED = {
     "skip_all_reduce_unused_params": {"skip_all_reduce_unused_params": True},
     "static_graph": {"static_graph": True},
     "sync": {"sync": "local:4"},
+    "sync between groups": {"sync": LocalSGD(4, within=2)},
     "sync of local gradients": {"sync": "diloco:4"},
+    "sync with something on its way": {"sync": "delayed:1"},
     "timeline": {"timeline": True},
     "weights": {},
     "wire": {"wire": "int8"},
