@@ -2,21 +2,22 @@
 test_membership.py.
 
 Jobs run side by side, as in tests/elastic/rejoin_script.py. A death has a rank, a step from 1 on,
-and a place: "forward", "compare", "sum", "vote", "merge" (of which each is the beginning), or a
-number of milliseconds after the beginning of the step.
+and a place: "forward", "compare", "sum", "vote", "merge" (of which each is the beginning; "sum 2":
+of the second one in the step), or a number of milliseconds after the beginning of the step.
 """
 
 import os
 import signal
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 
 import fastsync
 from fastsync.sync.exchange import Exchange
-from fastsync.sync.fragments import OuterFragment
+from fastsync.sync.fragments import Fragment, OuterFragment
 from tests.elastic import rejoin_script
 from tests.sync.test_modes import OPTIMIZERS, batch, net
 
@@ -33,6 +34,7 @@ class Job:
         steps: that are made at least.
         joins: ranks that come that have not begun the training.
         returns: dead ranks that are started again.
+        breaks: a rank, and a step in which it gets no average, once another rank is dead.
     """
 
     world: int = 3
@@ -45,6 +47,7 @@ class Job:
     make: str = "adamw"
     end_at: int = 0  # a step after which all ranks end the round
     memory: bool = False
+    breaks: list = field(default_factory=lambda: [-1, 0])
 
     @property
     def ends(self):
@@ -65,7 +68,7 @@ class Fate:
     """How a rank dies."""
 
     def __init__(self, deaths):
-        self.deaths, self.step = deaths, 0
+        self.deaths, self.step, self.came = deaths, 0, Counter()
         for name, place in {"compare": "compare", "sum_flat": "sum", "vote": "vote"}.items():
             self.watch(Exchange, name, place)
         self.watch(Exchange, "gather_codes", "sum")
@@ -81,13 +84,15 @@ class Fate:
         setattr(owner, name, watched)
 
     def begin(self, step):
-        self.step = step
+        self.step, self.came = step, Counter()
         for when, place in self.deaths:
             if when == step and not isinstance(place, str):
                 threading.Timer(place / 1000, self.die).start()
 
     def reach(self, place):
-        if [self.step, place] in self.deaths:
+        self.came[place] += 1
+        number = self.came[place]
+        if [self.step, place if number == 1 else f"{place} {number}"] in self.deaths:
             self.die()
 
     def die(self):
@@ -106,7 +111,23 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.9)
         faults = fastsync.Faults(elastic=True)
         self.model = fastsync.FastDDP(self.net, sync=job.made, faults=faults)
+        if rank == job.breaks[0]:
+            self.break_average()
         self.seen = {"params": {}, "members": [], "outer": {}, "waits": {}}
+
+    def break_average(self):
+        """Let an average fail here, as a connection may do where a rank has ended."""
+        arrive, broken = Fragment.arrive, []
+
+        def breaking(fragment):
+            arrive(fragment)
+            if self.fate.step == self.job.breaks[1] and not broken:
+                broken.append(fragment)
+                while not self.model._elastic._gone():
+                    time.sleep(0.01)
+                raise RuntimeError("connection reset by peer")
+
+        Fragment.arrive = breaking
 
     def run(self):
         step = self.model.catch_up(self.optimizer, self.schedule)

@@ -35,7 +35,15 @@ CASES = {
     "before-merge": {"mode": STREAMING, "deaths": [(2, 8, "merge")]},
     "one-by-one": {"mode": CODED, "deaths": [(2, 2, "forward"), (0, 9, "sum")]},
     "node": {"mode": STREAMING, "deaths": [(2, 5, "forward"), (3, 5, "forward")], "world": 4},
-    "ends-a-round": {"mode": STREAMING, "deaths": [(1, 10, "sum")], "end_at": 10},
+    "ends-a-round": {"mode": STREAMING, "deaths": [(1, 9, "sum 2")], "end_at": 9},
+    "arrived-on-one": {"mode": CODED, "deaths": [(2, 6, "vote")], "breaks": [1, 6]},
+    "arrived-on-one-fragments": {
+        "mode": STREAMING,
+        "deaths": [(0, 9, "vote")],
+        "breaks": [2, 9],
+        "end_at": 9,
+        "world": 4,
+    },
     "joins": {"mode": LOCAL, "joins": 1},
     "joins-outer": {"mode": STREAMING, "joins": 1, "world": 2},
     "joins-coded": {"mode": CODED, "joins": 2, "world": 2},
@@ -201,7 +209,9 @@ def outcomes(tmp_path_factory, request):
     return outcomes_of(tmp_path_factory.mktemp("members"), cases_asked_for(request, CASES))
 
 
-@pytest.mark.slow(but=("average-coded", "joins-outer"))
+@pytest.mark.slow(
+    but=("average-coded", "arrived-on-one", "arrived-on-one-fragments", "joins-coded")
+)
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_are_those_of_the_ranks_that_have_come(outcomes, case):
     outcomes[case].check()
