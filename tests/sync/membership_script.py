@@ -33,7 +33,7 @@ class Job:
         mode: name of the class, and its arguments.
         steps: that are made at least.
         joins: ranks that come that have not begun the training.
-        returns: dead ranks that are started again.
+        returns: dead ranks that are started again: 1 where one dies and none joins, or 0.
         breaks: a rank, and a step in which it gets no average, once another rank is dead.
     """
 
@@ -111,6 +111,7 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.9)
         faults = fastsync.Faults(elastic=True)
         self.model = fastsync.FastDDP(self.net, sync=job.made, faults=faults)
+        self.complete = None  # the step since which all have come
         if rank == job.breaks[0]:
             self.break_average()
         self.seen = {"params": {}, "members": [], "outer": {}, "waits": {}}
@@ -132,27 +133,17 @@ class Training:
     def run(self):
         step = self.model.catch_up(self.optimizer, self.schedule)
         self.seen["start"] = step
-        complete = None  # the step since which all have come
-        while not self.is_over(step, complete):
+        self.note_members()
+        while not self.is_over(step):
             step += 1
             self.step(step)
-            present = len(self.model.elastic.ranks)
-            if (
-                complete is None
-                and present == self.job.world + self.job.joins
-                and (self.model.elastic.epoch or not self.job.returns + self.job.joins)
-            ):
-                complete = self.model.elastic.since
 
-    def is_over(self, step, complete):
+    def is_over(self, step):
         if not self.job.joins + self.job.returns:
             return step == self.job.steps
         every = self.job.made.every
-        return (
-            complete is not None
-            and step % every == 0
-            and step >= max(self.job.steps, complete + ROUNDS_AFTER * every)
-        )
+        until = max(self.job.steps, (self.complete or 0) + ROUNDS_AFTER * every)
+        return self.complete is not None and step % every == 0 and step >= until
 
     def step(self, step):
         self.fate.begin(step)
@@ -178,6 +169,9 @@ class Training:
         now = [self.model.elastic.since, list(self.model.elastic.ranks)]
         if now not in self.seen["members"]:
             self.seen["members"].append(now)
+        those = range(self.job.world if self.job.joins else 0, self.job.world + self.job.joins)
+        if self.complete is None and self.model.elastic.epoch and {*those} <= {*now[1]}:
+            self.complete = now[0]
 
 
 if __name__ == "__main__":

@@ -44,6 +44,16 @@ CASES = {
         "end_at": 9,
         "world": 4,
     },
+    "warmup": {
+        "mode": ["LocalSGD", {"every": 4, "warmup": 5}],
+        "deaths": [(1, 3, "forward"), (2, 9, "sum")],
+        "world": 4,
+    },
+    "joins-in-warmup": {
+        "mode": ["LocalSGD", {"every": 4, "warmup": 500}],
+        "joins": 1,
+        "steps": 505,
+    },
     "joins": {"mode": LOCAL, "joins": 1},
     "joins-outer": {"mode": STREAMING, "joins": 1, "world": 2},
     "joins-coded": {"mode": CODED, "joins": 2, "world": 2},
@@ -69,10 +79,11 @@ class Outcome:
     def check(self):
         """All that are left have ended well, with what the oracle has."""
         job, members = self.job, self.members
-        ended = sorted(rank for rank, _, code in self.codes if code == 0)
-        dead = {rank for rank, *_ in job.deaths}
-        left = [r for r in range(job.world + job.joins) if job.returns or r not in dead]
-        assert ended == left == members[-1][1], (self.codes, members, self.said)
+        ended = {rank for rank, _, code in self.codes if code == 0}
+        dead = {rank for rank, _, code in self.codes if code == -9}
+        assert dead <= {rank for rank, *_ in job.deaths}, (self.codes, self.said)
+        assert ended == {*range(job.world + job.joins)} - (set() if job.returns else dead)
+        assert ended <= {*members[-1][1]}, (self.codes, members, self.said)
         steps = max(int(step) for it in self.seen.values() for step in it["params"])
         wanted, outer = train(job, members, steps)
         for (rank, _), it in self.seen.items():
@@ -82,11 +93,19 @@ class Outcome:
                 assert close(it["outer"][step], outer[int(step)]), (rank, step, members)
         self.check_bits()
 
+    def averages_after(self, step):
+        """Return whether `LocalSGD` averages after a step of a round."""
+        mode, end = self.job.made, self.job.end_at
+        if step == end > mode.warmup:
+            return True
+        begun = end if step > end > mode.warmup else mode.warmup
+        return step > begun and (step - begun) % mode.every == 0
+
     def check_bits(self):
         """Outer parameters have the same bits on all ranks, in every step."""
+        kind = "outer" if self.job.mode[0] == "DiLoCo" else "params"
         for step in {step for it in self.seen.values() for step in it["params"]}:
-            kind = "outer" if self.job.mode[0] == "DiLoCo" else "params"
-            if kind == "params" and int(step) % self.job.made.every:
+            if kind == "params" and not self.averages_after(int(step)):
                 continue
             rows = [it[kind][step] for it in self.seen.values() if step in it[kind]]
             assert rows.count(rows[0]) == len(rows), step
@@ -107,10 +126,9 @@ class Replica:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.9)
         self.owed = [torch.zeros_like(p) for p in self.params]
 
-    def step(self, rank, step):
+    def backward(self, rank, step):
         self.optimizer.zero_grad()
         self.net(batch(rank, step)).square().mean().backward()
-        self.optimizer.step()
 
     def sends(self, mode, cut, outer, alone):
         """What it sends of some parameters."""
@@ -138,7 +156,7 @@ def train(job, members, steps):
     settings = {"lr": getattr(mode, "outer_lr", 1), "momentum": getattr(mode, "outer_momentum", 0)}
     outer_step = torch.optim.SGD(outer, nesterov=settings["momentum"] > 0, **settings)
     cuts = cut([p.numel() for p in outer], getattr(mode, "fragments", 1))
-    by_step, outer_by_step, origin = {}, {}, 0
+    by_step, outer_by_step, origin = {}, {}, mode.warmup
 
     def average(cut):
         rows = [ranks[rank].sends(mode, cut, outer, len(present) == 1) for rank in present]
@@ -160,11 +178,19 @@ def train(job, members, steps):
             ranks[rank] = joined(job, ranks[old[place % len(old)]])
         present = now
         for rank in present:
-            ranks[rank].step(rank, step)
+            ranks[rank].backward(rank, step)
+        if step <= mode.warmup:
+            for grads in zip(*([p.grad for p in ranks[r].params] for r in present), strict=True):
+                mean = sum(grads) / len(grads)
+                for grad in grads:
+                    grad.copy_(mean)
+        for rank in present:
+            ranks[rank].optimizer.step()
         due = [
             c
             for n, c in enumerate(cuts)
-            if (step - origin - (n + 1) * mode.every // len(cuts)) % mode.every == 0
+            if step > origin
+            and (step - origin - (n + 1) * mode.every // len(cuts)) % mode.every == 0
         ]
         for its in due:
             average(its)
