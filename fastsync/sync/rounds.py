@@ -150,14 +150,13 @@ class Rounds(StepWatcher):
         if part is not None and part.trains(named):
             return part
         state: State | None
-        joins = False
         if part is not None:
-            number, state = part.number, part.renewed()
+            number, state, joins = part.number, part.renewed(), False
         else:
             number, state = self._take_loaded([name for name, _ in named])
             joins = self._joins and state is not None
         part = _OptimizerRounds(self, number, optimizer, named)
-        if not joins:
+        if not joins:  # else the others have compared before
             self.together(lambda: part.compare()())
         if state is not None:
             part.load(state)

@@ -511,7 +511,7 @@ FAULTS = [
         f"{MEMBERS}[arrived-on-one-fragments]",
     ),
     Fault(
-        "residual-of-an-average-that-is-repeated",
+        "residual-counted-twice",
         "fastsync/sync/fragments.py",
         "self._lost = difference.add_(self._residual)",
         "self._lost = self._residual = difference.add_(self._residual)",
@@ -537,6 +537,20 @@ FAULTS = [
         "        self.averages += 1\n",
         "",
         f"{MEMBERS}[joins-coded]",
+    ),
+    Fault(
+        "hidden-traffic-waited-for",
+        "fastsync/sync/costs.py",
+        "seconds - schedule.overlap * alone",
+        "seconds",
+        "tests/sync/test_costs.py::test_what_runs_while_steps_do_is_not_waited_for",
+    ),
+    Fault(
+        "codes-of-one-rank-planned",
+        "fastsync/sync/costs.py",
+        "world * codec.coded_bytes(numel)",
+        "codec.coded_bytes(numel)",
+        "tests/sync/test_costs.py::test_bytes_are_those_that_ranks_send[int8]",
     ),
     # --- fastsync/fsdp
     Fault(
