@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from fastsync.config.elastic_policy import may_lose_ranks
 from fastsync.config.policy import MixedPolicy, SyncPolicy
+from fastsync.config.sync_modes import Delayed, DiLoCo
 
 __all__ = ["FEATURES", "ROWS", "Row", "Setup", "check", "clashes"]
 
@@ -75,6 +76,11 @@ def _divisors_differ(setup: Setup) -> bool:
     return any(group.divisor != group.all_ranks for group in setup.policy.groups)
 
 
+def _sends_while_steps_run(setup: Setup) -> bool:
+    mode = setup.policy.sync
+    return isinstance(mode, Delayed) or (isinstance(mode, DiLoCo) and mode.overlap > 0)
+
+
 def _coded(setup: Setup) -> bool:
     wire = setup.policy.wire
     return not wire.plain and wire.form != "native"
@@ -88,6 +94,11 @@ FEATURES: Mapping[str, Callable[[Setup], str]] = {
     "device_mesh": lambda s: "device_mesh" if s.device_mesh else "",
     "DTensors": lambda s: "a model of DTensors" if s.dtensors else "",
     "elastic": lambda s: "" if s.policy.elastic is None else "elastic",
+    "elastic with rescale": lambda s: (
+        f"rescale={s.policy.elastic.rescale!r}"
+        if s.policy.elastic is not None and s.policy.elastic.rescale != "average"
+        else ""
+    ),
     "elastic on GPUs": lambda s: (
         "elastic with parameters on GPUs" if s.policy.elastic is not None and s.on_gpus else ""
     ),
@@ -114,6 +125,10 @@ FEATURES: Mapping[str, Callable[[Setup], str]] = {
     ),
     "static_graph": lambda s: "static_graph" if s.policy.static_graph else "",
     "sync": lambda s: _sync(s, True),
+    "sync between groups": lambda s: _sync(
+        s, s.policy.sync is not None and s.policy.sync.within > 1
+    ),
+    "sync with something on its way": lambda s: _sync(s, _sends_while_steps_run(s)),
     "sync of local gradients": lambda s: _sync(s, _sends_no_gradients(s)),
     "timeline": lambda s: "timeline" if s.timeline else "",
     "weights": lambda s: "add_weight()" if s.weights else "",
@@ -263,10 +278,24 @@ ROWS = (
         "a shard of the optimizer's state needs the gradients of all ranks",
     ),
     Row(
-        "sync",
+        "sync with something on its way",
         "elastic",
-        "steps are committed by a vote in the backward, which sends nothing here",
+        "after a death it would have to be sent anew while other steps are made",
+        "use LocalSGD or DiLoCo without overlap",
     ),
+    Row(
+        "sync between groups",
+        "elastic",
+        "a rank that dies leaves its group with fewer ranks than the others",
+        "leave within= out",
+    ),
+    Row(
+        "sync",
+        "elastic with rescale",
+        "a sum of parameters is divided by the number of its ranks, or it would be none of a model",
+        "use rescale='average'",
+    ),
+    Row("sync", "elastic on GPUs", "the host looks for no death while it averages parameters"),
     Row("sync", "static_graph", "backwards send nothing, so that no graph is recorded"),
     Row("sync", "communication hook", "there are no buckets of gradients that it could reduce"),
     Row(

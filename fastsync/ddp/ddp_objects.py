@@ -56,7 +56,7 @@ class DDPReducer:
         self._logger = logger
         self._initial_world = engine.group.size()
         self._in_lockstep = in_lockstep
-        self._syncs = False
+        self._syncs = self._begins = False  # what the next forward does
         self._apart = _apart(engine)
 
     def optimizers(self, module: nn.Module) -> OptimizerCheckpoint:
@@ -86,19 +86,21 @@ class DDPReducer:
 
     def prepare_for_forward(self) -> None:
         """Let the forward that `_rebuild_buckets` comes with synchronise."""
-        if self.rounds is not None:
-            self.rounds.note_forward()
         self._syncs = not self.local
+        self._begins = True
 
     def _rebuild_buckets(self) -> bool:
         """Prepare a step. torch calls it before every forward, and under join() without inputs."""
         syncs, self._syncs = self._syncs or self._in_lockstep(), False
+        begins, self._begins = self._begins, False
         if self.engine.core.recomputes():
             return False  # the forward that a checkpoint runs again has prepared its step
-        if syncs:
-            return self.engine.before_forward()
-        self.engine.before_local_forward()
-        return False
+        changed = (
+            self.engine.before_forward() if syncs else self.engine.before_local_forward(begins)
+        )
+        if begins and self.rounds is not None:
+            self.rounds.note_forward()
+        return changed
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
         """Make the next backward synchronise; called by scripts and libraries.

@@ -16,6 +16,9 @@ ranks:
 Had rank 2 died later, in its vote, the survivors might all have had the averages of step 7. They
 would have used those: rank 2 may have used them, too, and saved its weights.
 
+With `sync` the ranks notice at their next average of parameters, and average what they have then.
+They vote likewise before any of them merges an average: `Elastic.average`.
+
 With `zero`, they share the state of optimizers anew before they tell each other through the store:
 fastsync/zero/neighbour_copies.py.
 fastsync/ddp/rejoin.py says how rank 2 comes back.
@@ -50,10 +53,12 @@ from fastsync.config.elastic_policy import ElasticPolicy
 from fastsync.ddp.ddp_objects import DDPReducer
 from fastsync.ddp.elastic_limits import unfit
 from fastsync.ddp.rank_identity import RankIdentity
+from fastsync.faults.consensus import RankMismatchError
 from fastsync.faults.survivors import Decision, Standing, Survivors
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.monitor import watch_of, watched_call
+from fastsync.sync.rounds import Rounds
 from fastsync.zero.neighbour_copies import Neighbours
 from fastsync.zero.sharded_optimizer import ShardedOptimizers
 
@@ -101,6 +106,8 @@ class Elastic:
     Attributes:
         now: the ranks that train.
         place: place where survivors meet. A rank that comes back is told its name.
+        rounds: when parameters are averaged, with `sync`.
+        averages: of parameters that all ranks have had.
         invite: called with ranks that come back and are members of an epoch, on the others.
         hand_over: called when ranks come back, with the group of all of them and with their ranks:
             sends them what they need, or receives it.
@@ -113,7 +120,9 @@ class Elastic:
         policy: ElasticPolicy,
         identity: RankIdentity,
         sharded: ShardedOptimizers | None,
+        rounds: Rounds | None,
     ) -> None:
+        self.rounds, self.averages, self._in_average = rounds, 0, False
         group = engine.group
         self._model, self._engine, self._policy = weakref.ref(model), engine, policy
         self.identity, self._me, self._started = identity, identity.rank, identity.started
@@ -161,7 +170,7 @@ class Elastic:
         Raises:
             SyncFault: the training cannot go on.
         """
-        self._meet(Standing(self._engine.core.steps(), False, between=True))
+        self._meet(Standing(self.steps, False, between=True))
         if self._decided.newcomers or self._decided.ranks != self.now.ranks:
             self._rebuild(between=True)
 
@@ -186,7 +195,7 @@ class Elastic:
                     f"fastsync: rank {self._me} could not connect with ranks "
                     f"{list(self._decided.ranks)} after others had died. Restart from a checkpoint"
                 ) from self._obstacle
-            self._meet(Standing(self._engine.core.steps(), False, between))
+            self._meet(Standing(self.steps, False, between))
         self._say(before)
 
     def during(self, task: Callable[[], None]) -> None:
@@ -194,9 +203,49 @@ class Elastic:
         try:
             task()
         except RuntimeError as error:
-            if self.meet(self._engine.core.steps(), False, str(error)) == _FAILS:
+            if self.meet(self.steps, False, str(error)) == _FAILS:
                 raise
             self.rebuild()
+
+    @property
+    def steps(self) -> int:
+        """Return the averages that all ranks have had, of gradients and of parameters."""
+        return self._engine.core.steps() + self.averages
+
+    def average(self, task: Callable[[], None]) -> None:
+        """Run an average of parameters, until all that are left have it. Collective.
+
+        They vote as they do in a backward: csrc/reducer/reducer_elastic.cpp. None uses it before.
+
+        Raises:
+            SyncFault: the training cannot go on.
+        """
+        self._in_average = True
+        verdict = self._try_average(task)
+        while verdict == _AGAIN:
+            self.rebuild()
+            verdict = self._try_average(task)
+        self._in_average = False
+        self.averages += 1
+        if verdict == _TAKES:
+            self.rebuild()
+
+    def _try_average(self, task: Callable[[], None]) -> int | None:
+        """Return a verdict; None: all ranks have the average."""
+        assert self.rounds is not None
+        complete = False
+        try:
+            task()
+            complete = True
+            self.rounds.exchange.vote()
+        except RankMismatchError:
+            raise
+        except RuntimeError as error:
+            verdict = self.meet(self.steps, complete, str(error))
+            if verdict == _FAILS:
+                raise
+            return verdict
+        return None
 
     @property
     def _decided(self) -> Decision:
@@ -351,12 +400,21 @@ class Elastic:
             self._neighbours.install()
         if self._policy.rescale == "sum_of_start":
             self._engine.set_divisor(float(self._started))
-        since = self._engine.core.steps() + 1
-        self.now = Membership(ranks.index(self._me), ranks, self._epoch, since, group)
+        if self.rounds is not None:
+            self.rounds.exchange.use_group(group)
+        place, since = ranks.index(self._me), self._next_step
+        self.now = Membership(place, ranks, self._epoch, since, group)
         self._done = 0  # as on a rank that comes back
         model = self._model()
         if model is not None:
             model.process_group = group
+
+    @property
+    def _next_step(self) -> int:
+        """Return the step, from 1, that the ranks average next, or are averaging."""
+        if self.rounds is None or not self.rounds.local:
+            return self._engine.core.steps() + 1
+        return max(1, self.rounds.steps + (not self._in_average))
 
     def _say(self, before: Membership) -> None:
         if self.now.rank != min(self.now.ranks.index(rank) for rank in self._decided.survivors):
@@ -403,14 +461,17 @@ def make_elastic(model: Front, engine: Engine, policy: ElasticPolicy) -> Elastic
         )
     if identity is None:
         return None
-    sharded = cast(DDPReducer, model.reducer).sharded
-    elastic = Elastic(model, engine, policy, identity, sharded)
+    reducer = cast(DDPReducer, model.reducer)
+    sharded, rounds = reducer.sharded, reducer.rounds
+    elastic = Elastic(model, engine, policy, identity, sharded, rounds)
     if identity.returns:
         engine.on_step = _refuse
     me = weakref.ref(elastic)  # the reducer must not keep its engine alive
     if sharded is not None:
         sharded.delivery.share_late = lambda: _alive(me).share_late()
         sharded.delivery.until_all = lambda task: _alive(me).until_all(task)
+    if rounds is not None:
+        rounds.together = lambda task: _alive(me).average(task)
     engine.core.survive(
         lambda *found: _alive(me).meet(*found),
         lambda: _alive(me).rebuild(),

@@ -342,7 +342,8 @@ class FastDDP(Front):
         rounds = None
         if mode is not None:
             on_round = partial(_end_of_round, weakref.ref(self))
-            rounds = make_rounds(mode, named, self.process_group, on_round)
+            elastic = self._policy.elastic is not None
+            rounds = make_rounds(mode, named, self.process_group, on_round, elastic)
         self.reducer = DDPReducer(engine, logger, recorder, lockstep, sharded, rounds)
         self.logger = logger
         self._passing_sync_batchnorm_handle(self.module)
@@ -564,7 +565,7 @@ class FastDDP(Front):
             passing = Passing(states, cast(DDPReducer, self.reducer).sharded)
             self._returns = Returns(self.module, self._engine, self._elastic, passing)
             self._returns.take_part([str(cap) for cap in self._buckets.caps])
-        return self._engine.core.steps()
+        return self._engine.core.steps() if self._rounds is None else self._rounds.steps
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

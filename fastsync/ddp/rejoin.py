@@ -107,7 +107,8 @@ class Returns(StepWatcher):
         self._passing, self._store = passing, identity.store
         self._doorway = JoinGate(self._store)
         self._looks = True  # the store is there
-        self._stepped = -1  # the steps that there were when an optimizer stepped
+        self._stepped = -1  # the averages that there were when an optimizer stepped
+        self._asked = -1  # and when this rank last looked for a call
         self._joins: dist.ProcessGroup | None = None  # what this rank is about to be in
         self._ours = {id(param.tensor) for param in engine.params}
         me = weakref.ref(self)  # no caller of this is to keep it
@@ -177,10 +178,12 @@ class Returns(StepWatcher):
         """Look for ranks before a forward that is to synchronise, and admit them if all were
         called.
         """
-        elastic, steps = self._elastic, self._engine.core.steps()
+        elastic, steps = self._elastic, self._elastic.steps
+        # With `sync` forwards may follow an average before the next one.
+        begins, self._asked = self._asked < steps == self._stepped, steps
         try:
-            # Called before the step that has just ended, so that all of its ranks find the call.
-            called = self._looks and self._stepped == steps > 0 and self._is_called(steps - 1)
+            # Called before the average that was the last, so that all of its ranks find the call.
+            called = self._looks and begins and steps > 0 and self._is_called(steps - 1)
             looks = self._looks and not called and elastic.now.rank == 0
             if looks and self._sees_somebody():
                 self._store.add(f"call/{steps}", 1)
@@ -193,7 +196,7 @@ class Returns(StepWatcher):
     def after_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped on the averages of a backward."""
         if any(id(param) in self._ours for param in params_of(optimizer)):
-            self._stepped = self._engine.core.steps()
+            self._stepped = self._elastic.steps
 
     def _is_called(self, steps: int) -> bool:
         return self._store.check([f"call/{steps}"])
@@ -237,7 +240,7 @@ class Returns(StepWatcher):
 
     def _held(self) -> dict[str, Any]:
         engine = self._engine
-        network = engine.measured()
+        network, rounds = engine.measured(), self._elastic.rounds
         return {
             "parameters": {p.name: p.tensor for p in engine.params},
             "trained": [p.tensor.requires_grad for p in engine.params],
@@ -247,6 +250,8 @@ class Returns(StepWatcher):
             "order": [engine.params[i].name for i in engine.next_order()],
             "network": (network.rate, network.latency),
             "wire": engine.wire,
+            "averages": self._elastic.averages,
+            "rounds": None if rounds is None else rounds.state(),
         }
 
     def _take(self, given: dict[str, Any]) -> None:
@@ -263,6 +268,9 @@ class Returns(StepWatcher):
         self._passing.take(given["states"])
         if given["wire"] != engine.wire:
             engine.set_wire(given["wire"])
+        self._elastic.averages = given["averages"]
+        if self._elastic.rounds is not None:
+            self._elastic.rounds.join(given["rounds"])
         progress = Progress(given["steps"], given["order"], Network(*given["network"]))
         engine.resume(progress, residuals={}, follows=True)
 

@@ -20,7 +20,7 @@ from fastsync.doctor import rates
 from fastsync.doctor.checks import check_facts, check_shared, machines_of
 from fastsync.doctor.drill import Outcome, judge, run_drill
 from fastsync.doctor.facts import Facts, facts_of_this_rank
-from fastsync.doctor.finding import Finding, Level, fail, ok, warn, worst
+from fastsync.doctor.finding import Finding, Level, fail, ok, warn
 from fastsync.doctor.report import Report
 from fastsync.faults.clocks import Mailbox
 from fastsync.faults.wording import name_ranks
@@ -138,8 +138,8 @@ def examine(team: Team, backend: str, seconds: float, drill: str = "") -> Report
     told = team.gather("facts", mine.dump(), _BUILD, absent)
     ranks = {rank: Facts.parse(text) for rank, text in enumerate(told) if text is not None}
     findings = check_facts(ranks, team.world, backend) if first else []
-    measured = None
-    if team.tell("go on", worst(findings).name, _BUILD) != Level.FAIL.name:
+    measured, failed = None, any(finding.level is Level.FAIL for finding in findings)
+    if team.tell("go on", "no" if failed else "yes", _BUILD) == "yes":
         if drill:
             victim = team.world - 1
             team.say(f"drill: {drill} rank {victim}, half a minute at most")
@@ -156,9 +156,6 @@ def examine(team: Team, backend: str, seconds: float, drill: str = "") -> Report
                 if dist.is_initialized():
                     dist.destroy_process_group()
     return Report(team.world, backend, ranks, findings, measured) if first else None
-
-
-# ---- measurements -----------------------------------------------------------------------------
 
 
 def _open_group(team: Team, backend: str, device: torch.device) -> list[Finding]:

@@ -178,9 +178,6 @@ def _address_to(store: Store | None) -> str:
         return ""
 
 
-# ---- interfaces -------------------------------------------------------------------------------
-
-
 def is_loopback(address: str) -> bool:
     """Return whether `address` reaches this machine alone."""
     try:

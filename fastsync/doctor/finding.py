@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Finding", "Level", "fail", "ok", "warn", "worst"]
+__all__ = ["Finding", "Level", "fail", "ok", "warn"]
 
 
 class Level(enum.IntEnum):
@@ -43,8 +42,3 @@ def warn(topic: str, text: str, remedy: str) -> Finding:
 
 def fail(topic: str, text: str, remedy: str) -> Finding:
     return Finding(Level.FAIL, topic, text, remedy)
-
-
-def worst(findings: Iterable[Finding]) -> Level:
-    """Return the highest level; OK where there are none."""
-    return max((finding.level for finding in findings), default=Level.OK)

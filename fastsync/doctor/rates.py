@@ -132,9 +132,6 @@ class Measured:
     slow: Slow
 
 
-# ---- all-reduces ------------------------------------------------------------------------------
-
-
 def _timed(run: Callable[[], object], device: torch.device) -> float:
     begun = time.perf_counter()
     run()
@@ -160,9 +157,6 @@ def measure_all_reduce(device: torch.device, budget: float) -> AllReduce:
             break
     world = dist.get_world_size()
     return AllReduce(nbytes, seconds, 2 * (world - 1) / world * nbytes / seconds)
-
-
-# ---- pairs ------------------------------------------------------------------------------------
 
 
 def pair_rounds(world: int) -> list[Round]:
@@ -286,9 +280,6 @@ def check_pairs(slow: Slow, measured: int) -> list[Finding]:
         found.append(warn("links", f"slow beside the others: {shown}{rest}", remedy))
     alone = "one pair, which nothing can be compared with"
     return found or [ok("links", f"no slow pair among {measured}" if measured > 1 else alone)]
-
-
-# ---- computing --------------------------------------------------------------------------------
 
 
 def compute_seconds(device: torch.device, budget: float) -> list[float]:

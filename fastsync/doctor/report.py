@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fastsync.doctor.checks import machines_of
 from fastsync.doctor.facts import Facts
-from fastsync.doctor.finding import Finding, Level, worst
+from fastsync.doctor.finding import Finding, Level
 from fastsync.doctor.rates import RULES, Measured
 from fastsync.faults.wording import name_ranks
 from fastsync.planner.quantities import shown_seconds
@@ -39,7 +39,7 @@ class Report:
     @property
     def passed(self) -> bool:
         """Return whether nothing failed."""
-        return worst(self.findings) < Level.FAIL
+        return all(finding.level < Level.FAIL for finding in self.findings)
 
 
 def report_text(report: Report) -> str:

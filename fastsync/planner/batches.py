@@ -101,10 +101,7 @@ def _searched(
     fits, fails, peaks, wanted = 0, 0, dict[int, float](), pair[0]
     while wanted:
         peaks[wanted] = peak(traces.expected(pair, wanted))
-        if peaks[wanted] <= limit:
-            fits = wanted
-        else:
-            fails = wanted
+        fits, fails = (wanted, fails) if peaks[wanted] <= limit else (fits, wanted)
         wanted = _next(peaks, limit, fits, fails)
     return fits
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from fastsync.config.sync_modes import SyncMode, sync_mode
 from fastsync.planner import quantities as q
 from fastsync.planner.options import asked_for
 from fastsync.planner.plan import plan_text
@@ -45,6 +46,10 @@ def _wires(text: str) -> tuple[str, ...]:
     return names
 
 
+def _modes(text: str) -> tuple[SyncMode, ...]:
+    return tuple(mode for part in text.split(",") if (mode := sync_mode(part.strip())))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fastsync.plan",
@@ -65,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     what("--master-weights", action="store_true", help="fp32 masters of 16-bit parameters")
     what("--accumulate", type=_typed(q.whole), default=1, help="backwards per step")
     what("--wires", type=_typed(_wires), default=("fp32",), help="of gradients: fp32,bf16,int8")
+    what("--sync", type=_typed(_modes), default=(), help="average now and then: diloco:64,local:8")
     where = parser.add_argument_group("where").add_argument
     where("--gpus", type=_typed(q.worlds), default=(8,), help="ranks: 64, or 8,64,512")
     where("--per-node", type=_typed(q.whole), default=8, help="ranks of a node (default: 8)")

@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from fastsync.config.sync_modes import DiLoCo
 from fastsync.planner.formulas import adam_by_formula, transformer_of
 from fastsync.planner.hardware import Cluster, Device, device_named, links_of
 from fastsync.planner.record import Allocations, Record
@@ -24,9 +25,6 @@ __all__ = ["asked_for"]
 
 _BY_FORMULA = ("adam", "adamw")
 _BATCH = (1, 4096)  # of --params: samples x tokens
-
-
-# ---- what goes together -----------------------------------------------------------------------
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -56,9 +54,6 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-# ---- where it runs ----------------------------------------------------------------------------
-
-
 def asked_for(args: argparse.Namespace) -> Scenario:
     """Return the training that options ask for.
 
@@ -82,9 +77,6 @@ def asked_for(args: argparse.Namespace) -> Scenario:
     if args.computing is None:
         return scenario
     return replace(scenario, measured=scenario.compute().lasting(args.computing))
-
-
-# ---- what is trained --------------------------------------------------------------------------
 
 
 class _OptionError(TraceError):
@@ -193,4 +185,9 @@ def _scenario(args: argparse.Namespace, device: Device, cluster: Cluster) -> Sce
         accumulate=args.accumulate,
         masters=args.master_weights,
         jitter=args.jitter,
+        modes=[
+            replace(mode, wire=wire) if isinstance(mode, DiLoCo) else mode
+            for mode in args.sync
+            for wire in (args.wires if isinstance(mode, DiLoCo) else args.wires[:1])
+        ],
     )

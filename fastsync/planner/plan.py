@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fastsync.config.sync_modes import SyncMode
 from fastsync.planner.advice import advise
 from fastsync.planner.hardware import Cluster
 from fastsync.planner.quantities import gigabytes, millions, shown_seconds
 from fastsync.planner.scenario import Candidate, Scenario
+from fastsync.planner.step_time import StepTime
+from fastsync.sync.costs import StepCost, choose
 
 __all__ = ["plan_text"]
 
@@ -27,6 +30,7 @@ def plan_text(scenario: Scenario, worlds: Sequence[int]) -> str:
         "  batch: the largest per GPU that fits; memory is a rank's peak.",
         "",
         advise(candidates, scenario)[1],
+        *(_mode_lines(scenario, cluster, candidates[0].time) if scenario.modes else ()),
     ]
     return "\n".join(lines + (_scaling_lines(scenario, worlds) if len(worlds) > 1 else []))
 
@@ -64,6 +68,22 @@ def _strategy_lines(candidates: Sequence[Candidate], tokens_per_sample: float) -
         times = (shown_seconds(time.mean), shown_seconds(time.exposed), f"{time.efficiency:.1%}")
         rows.append((*row, *times, f"{each:,.0f}", gigabytes(time.sent)))
     return _table(headers, rows)
+
+
+def _mode_lines(scenario: Scenario, cluster: Cluster, every: StepTime) -> list[str]:
+    """Compare modes of `sync=` with averages of gradients at every step."""
+    steps: dict[SyncMode | None, StepCost] = {
+        None: StepCost(every.mean, every.exposed, every.sent),
+        **{mode: scenario.in_mode(mode, cluster.world) for mode in scenario.modes},
+    }
+    names = {mode: f"sync={mode.describe()}" if mode else "every step" for mode in steps}
+    rows = [
+        (names[mode], *map(shown_seconds, (cost.mean, cost.exposed)), gigabytes(cost.sent))
+        for mode, cost in steps.items()
+    ]
+    table = _table(("ranks average, with zero=0,", "step", "exposed", "sent a step"), rows)
+    best, link = choose(steps), cluster.intra if cluster.nodes == 1 else cluster.inter
+    return ["", *table, "", f"At {gigabytes(link.reached)}/s choose {names[best]}."]
 
 
 def _scaling_lines(scenario: Scenario, worlds: Sequence[int]) -> list[str]:

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from fastsync.config.sync_modes import SyncMode
 from fastsync.config.topology import Network
 from fastsync.planner.batches import Traces, largest_batch
-from fastsync.planner.hardware import Cluster, Device
+from fastsync.planner.hardware import Cluster, Device, collective_seconds, sent_bytes
 from fastsync.planner.memory import Memory, OptimizerTrace, peak_of, phases_of
 from fastsync.planner.record import Record
 from fastsync.planner.step_time import Compute, StepTime, from_record, job_of, simulate
 from fastsync.planner.strategy import KINDS, Carrier, Strategy, Unit, engine_plan, named
 from fastsync.reducer.buckets import BucketPlan
+from fastsync.sync.costs import StepCost, step_cost
 
 __all__ = ["Candidate", "Scenario", "cached_optimizer"]
 
@@ -51,6 +53,7 @@ class Scenario:
         wires: wire formats to try, with the stages that can have them.
         measured: computing times without checkpointing that replace traced ones.
         jitter: spread of a rank's speed, see step_time.py.
+        modes: of `sync=`, beside averages at every step.
     """
 
     trace: Callable[[int, bool], Record]
@@ -63,6 +66,7 @@ class Scenario:
     masters: bool = False
     jitter: float = 0.0
     measured: Compute | None = None
+    modes: Sequence[SyncMode] = ()
     _traces: dict[bool, Traces] = field(default_factory=dict, compare=False)
 
     def _traced(self, checkpointing: bool) -> Traces:
@@ -129,6 +133,16 @@ class Scenario:
         plan, _ = self._planned(record, strategy)
         compute = self.compute(strategy.checkpointing)
         return simulate(job_of(record, strategy, plan, compute, cluster, self.device), self.jitter)
+
+    def in_mode(self, mode: SyncMode, world: int) -> StepCost:
+        """Cost of a step of stage 0 whose gradients stay on their ranks."""
+        base = Strategy(0, 1, 1, accumulate=self.accumulate, masters=self.masters)
+        sizes, cluster = [param.numel for param in self.record().params], self.cluster.of(world)
+
+        def collective(kind: str, nbytes: float) -> tuple[float, float]:
+            return collective_seconds(kind, nbytes, cluster), sent_bytes(kind, nbytes, world)
+
+        return step_cost(mode, sizes, world, self.time(base).mean, collective)
 
     def compute(self, checkpointing: bool = False) -> Compute:
         """Return the computing times of a rank."""

@@ -38,7 +38,6 @@ __all__ = [
     "shard_units",
 ]
 
-
 KINDS = ("0", "1", "2", "3", "hsdp")
 
 

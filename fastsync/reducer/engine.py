@@ -157,8 +157,8 @@ class Engine:
                 "a step that is captured into a CUDA graph cannot have weights: a replay would "
                 "repeat those of the captured step"
             )
-        if self.on_step is not None and not captured and not backward_is_running():
-            self.on_step(self.core)
+        if not captured:
+            self._begin_step()
         if self.precision is not None:
             self.precision.end_forward()  # where an earlier one was not followed by a backward
         self._follow_advice(lambda: self.core.prepare_forward(captured))
@@ -191,16 +191,29 @@ class Engine:
                 self.precision.end_forward()  # plans depend on what parameters are stored in
             self.during(self._regroup)
 
-    def before_local_forward(self) -> None:
+    def _begin_step(self) -> None:
+        if self.on_step is not None and not backward_is_running():
+            self.on_step(self.core)
+
+    def before_local_forward(self, begins: bool = False) -> bool:
         """Prepare a forward whose backward will only accumulate; ranks may differ in their number.
+
+        Args:
+            begins: it begins a step of all ranks, each with its own gradients.
+
+        Returns:
+            False: the plan stays.
 
         Raises:
             RuntimeError: the previous backward was not finished, or left an error to report.
         """
+        if begins:
+            self._begin_step()
         if self.precision is not None:
             self.precision.end_forward()
         with self.unused.naming_replaced():
             self.core.prepare_local_forward()
+        return False
 
     def _is_captured(self) -> bool:
         """Return whether this step becomes part of a CUDA graph."""

@@ -28,6 +28,7 @@ __all__ = ["Codes", "Counters", "Exchange", "FlatTensors", "Parts", "Pending"]
 
 _PLACE = "an average of parameters (sync=)"
 _AGREE = "the comparison of steps (sync=)"
+_VOTE = "the vote that ends an average (sync=)"
 _FILL = 16  # bytes that codes are filled up to
 
 
@@ -172,6 +173,20 @@ class Exchange:
         self._sends = parts is None or parts.inside.rank() == 0
         self.counters = Counters()
 
+    def use_group(self, group: dist.ProcessGroup) -> None:
+        """Average over other ranks from now on, of which no two have the same parameters."""
+        self.group = self._model_group = self._between = group
+
+    def vote(self) -> None:
+        """Return once every rank has come here. So all have what came before.
+
+        Raises:
+            SyncFault: a rank has ended.
+        """
+        if self.group.size() > 1:
+            with self.counters.waiting():
+                watched(self.group, _VOTE, partial(dist.barrier, group=self.group, async_op=True))
+
     @property
     def world(self) -> int:
         """Return how many ranks send what they have."""
@@ -211,20 +226,21 @@ class Exchange:
             self.counters.sent_bytes += 2 * flat.nbytes * (self.world - 1) // self.world
         return self._pending(work, flat, lambda: flat.div_(self.world))
 
-    def gather_codes(self, flat: torch.Tensor, codes: Codes, residual: torch.Tensor) -> Pending:
+    def gather_codes(self, flat: torch.Tensor, codes: Codes) -> Pending:
         """Start the average of a buffer that travels as codes.
 
         Args:
-            flat: what this rank sends.
-            residual: what earlier codes have lost. It is sent too, and becomes what these lose.
+            flat: what this rank sends, with what earlier codes have lost. It becomes what these
+                lose.
         """
-        if self.world == 1:
-            return Pending.known(flat)
-        if not self._sends:
-            return self._pending(None, flat, lambda: flat)
-        residual.add_(flat)
-        mine = codes.encode(residual)
-        residual.sub_(codes.decode(mine))
+        if self.world == 1 or not self._sends:
+            average = flat.clone()
+            flat.zero_()
+            if self.world == 1:
+                return Pending.known(average)
+            return self._pending(None, average, lambda: average)
+        mine = codes.encode(flat)
+        flat.sub_(codes.decode(mine))
         received = mine.new_empty(self.world * mine.numel())
         work = all_gather_flat(received, mine, self._between)
         self.counters.sent_bytes += mine.nbytes * (self.world - 1)

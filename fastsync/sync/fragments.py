@@ -49,6 +49,18 @@ class Fragment:
         """
         self._pending, self._check, self.due = self._start(exchange), check, due
 
+    def withdraw(self) -> None:
+        """Forget what has been sent: nothing has changed."""
+        self._pending, self._check = None, lambda: None
+
+    def arrive(self) -> None:
+        """Wait for the average.
+
+        Raises:
+            RankMismatchError, SyncFault: as `merge` does.
+        """
+        self._arrived()
+
     def merge(self, last: bool = False) -> None:
         """Wait for the average, and update the parameters.
 
@@ -162,6 +174,7 @@ class OuterFragment(Fragment):
         self._outer, self._momentum = params.pack(), params.zeros()
         self._codes: Codes | None = None
         self._residual = params.zeros() if mode.codec is not None else None
+        self._lost = self._residual  # by codes on their way; the residual, once they are merged
         if mode.codec is not None:
             self._codes = Codes(mode.codec, params.numel, params.kept)
 
@@ -170,9 +183,11 @@ class OuterFragment(Fragment):
             difference = self.params.rounded(self._outer) - self.params.pack()
             if self._codes is None or self._residual is None:
                 return exchange.sum_flat(difference)
-            return exchange.gather_codes(difference, self._codes, self._residual)
+            self._lost = difference.add_(self._residual)
+            return exchange.gather_codes(difference, self._codes)
 
     def _update(self, average: torch.Tensor, last: bool) -> None:
+        self._residual = self._lost
         lr, momentum = self._mode.outer_lr, self._mode.outer_momentum
         self._momentum.mul_(momentum).add_(average)
         self._outer.add_(average.add(self._momentum, alpha=momentum), alpha=-lr)
@@ -184,7 +199,12 @@ class OuterFragment(Fragment):
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         flats = {"outer": self._outer, "momentum": self._momentum}
-        return flats if self._residual is None else {**flats, "residual": self._residual}
+        residual = self._lost if self.on_its_way else self._residual
+        return flats if residual is None else {**flats, "residual": residual}
+
+    def load(self, state: Mapping[str, Mapping[str, torch.Tensor]], due: int) -> None:
+        super().load(state, due)
+        self._lost = self._residual
 
 
 def make_fragment(

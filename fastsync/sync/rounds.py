@@ -56,6 +56,7 @@ class Rounds(StepWatcher):
 
     Attributes:
         forwards: those outside `no_sync()` so far.
+        together: runs what all ranks do together, again where a rank ends meanwhile.
     """
 
     def __init__(
@@ -71,18 +72,24 @@ class Rounds(StepWatcher):
         self._parts: weakref.WeakKeyDictionary[Optimizer, _OptimizerRounds] = (
             weakref.WeakKeyDictionary()
         )
+        self.together: Callable[[Callable[[], None]], None] = lambda task: task()
         self._made = 0  # optimizers seen
         self._inside: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._loaded: list[State] = []
+        self._loaded: dict[int, State] = {}  # of optimizers that have not stepped yet, by number
+        self._joins = False  # what is loaded is what the other ranks have, which go on
         watch_steps(self)
         on_scaled_skips(self.skip_step)
 
     @property
     def local(self) -> bool:
         """Return whether gradients stay on this rank, now."""
-        steps = max((part.steps for part in self._parts.values()), default=0)
-        loaded = max((int(state["steps"]) for state in self._loaded), default=0)
-        return self.mode.within == 1 and max(steps, loaded) >= self.mode.warmup
+        return self.mode.within == 1 and self.steps >= self.mode.warmup
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of the optimizer that has made most."""
+        loaded = (int(state["steps"]) for state in self._loaded.values())
+        return max([*loaded, *(part.steps for part in self._parts.values())], default=0)
 
     def note_forward(self) -> None:
         """Count a forward outside `no_sync()`."""
@@ -144,24 +151,25 @@ class Rounds(StepWatcher):
             return part
         state: State | None
         if part is not None:
-            number, state = part.number, part.renewed()
+            number, state, joins = part.number, part.renewed(), False
         else:
-            number, self._made = self._made, self._made + 1
-            state = self._take_loaded([name for name, _ in named])
+            number, state = self._take_loaded([name for name, _ in named])
+            joins = self._joins and state is not None
         part = _OptimizerRounds(self, number, optimizer, named)
-        part.compare()()
+        if not joins:  # else the others have compared before
+            self.together(lambda: part.compare()())
         if state is not None:
             part.load(state)
         self._parts[optimizer] = part
         return part
 
-    def _take_loaded(self, names: Sequence[str]) -> State | None:
-        """Return the state of a checkpoint for an optimizer of these parameters."""
-        for state in self._loaded:
+    def _take_loaded(self, names: Sequence[str]) -> tuple[int, State | None]:
+        """Return the number of an optimizer of these parameters, and the state that is loaded."""
+        for number, state in self._loaded.items():
             if list(state["params"]) == list(names):
-                self._loaded.remove(state)
-                return state
-        return None
+                return number, self._loaded.pop(number)
+        self._made += 1
+        return self._made - 1, None
 
     def counters(self) -> dict[str, Any]:
         """Return what averages have cost this rank, as `SyncStats` names it."""
@@ -174,8 +182,9 @@ class Rounds(StepWatcher):
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs of this rank. No collective."""
-        parts = sorted(self._parts.values(), key=lambda part: part.number)
-        optimizers = [*(part.state() for part in parts), *map(dict, self._loaded)]
+        numbered = {part.number: part.state() for part in self._parts.values()}
+        numbered |= {number: dict(state) for number, state in self._loaded.items()}
+        optimizers = [state for _, state in sorted(numbered.items())]
         return {"mode": self.mode.describe(), "forwards": self.forwards, "optimizers": optimizers}
 
     def check(self, state: State) -> None:
@@ -202,8 +211,21 @@ class Rounds(StepWatcher):
         for part in self._parts.values():
             part.drain()
         self._parts.clear()
-        self._made, self.forwards = 0, int(state["forwards"])
-        self._loaded = list(state["optimizers"])
+        self.forwards, self._joins = int(state["forwards"]), False
+        self._loaded = dict(enumerate(state["optimizers"]))
+        self._made = len(self._loaded)
+
+    def join(self, state: State) -> None:
+        """Go on from what `state()` has returned on another rank, which goes on beside this one.
+
+        What codes have lost there is sent there.
+        """
+        optimizers = [dict(optimizer) for optimizer in state["optimizers"]]
+        for optimizer in optimizers:
+            kept = {kind: held for kind, held in optimizer["kept"].items() if kind != "residual"}
+            optimizer["kept"] = kept
+        self.load({**state, "optimizers": optimizers})
+        self._joins = True
 
 
 class _OptimizerRounds:
@@ -325,14 +347,27 @@ class _OptimizerRounds:
     def _send(self, fragments: Sequence[Fragment], last: bool = False) -> None:
         if not fragments:
             return
-        at_once = last or self._schedule.overlap == 0
+        if last or self._schedule.overlap == 0:
+            self._owner.together(partial(self._average, fragments))
+            for fragment in fragments:
+                fragment.merge(last)
+            return
         check = self.compare()
-        if at_once:
-            check()
         for fragment in fragments:
             fragment.send(self._owner.exchange, check, self.steps + self._schedule.overlap)
-            if at_once:
-                fragment.merge(last)
+
+    def _average(self, fragments: Sequence[Fragment]) -> None:
+        """Average fragments, and merge none: all ranks do once all have all of them."""
+        self.compare()()
+        try:
+            for fragment in fragments:
+                fragment.send(self._owner.exchange, lambda: None, self.steps)
+            for fragment in fragments:
+                fragment.arrive()
+        except BaseException:
+            for fragment in fragments:
+                fragment.withdraw()
+            raise
 
     def renewed(self) -> dict[str, Any]:
         """Return the state for other parameters, once nothing is on its way."""
@@ -364,10 +399,16 @@ def make_rounds(
     params: Sequence[NamedParam],
     group: dist.ProcessGroup,
     on_round: Callable[[], None],
+    elastic: bool = False,
 ) -> Rounds:
-    """Return the rounds of a model whose ranks are those of `group`. Collective."""
+    """Return the rounds of a model whose ranks are those of `group`. Collective.
+
+    Args:
+        elastic: the ranks of the group may change. Then it carries the averages, beside which it
+            carries nothing.
+    """
     own, apart, parts = OwnGroups(), group, None
-    if group.size() > 1:
+    if group.size() > 1 and not elastic:
         apart = new_part(group, group.size(), "averages of sync=", own)
     if mode.within > 1:
         cross = new_cross(group, mode.within, "averages between parts", own)

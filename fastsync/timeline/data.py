@@ -134,9 +134,7 @@ def load(path: Path) -> Run:
 
 def _run_of(document: Mapping[str, Any]) -> Run:
     fields = dict(document)
-    plans = fields.pop("plans")
-    ranks = fields.pop("ranks")
-    units = fields.pop("units")
+    plans, ranks, units = (fields.pop(name) for name in ("plans", "ranks", "units"))
     return Run(
         **{**fields, "missing": tuple(fields["missing"])},
         plans=tuple(
@@ -292,17 +290,12 @@ def _step_of(rank: int, number: int, events: Sequence[Event]) -> RankStep | None
         return None
     plan, start = latest["backward_start"]
     buckets: dict[int, dict[str, int]] = {}
-    sizes: dict[int, int] = {}
     for _, mark, index, size, time in events:
         if mark in ("ready", "packed", "launched", "done"):
             buckets.setdefault(index, {})[mark] = time
         if mark == "launched":
-            sizes[index] = size
-    whole = (
-        BucketTimes(index, bytes=sizes[index], **times)
-        for index, times in sorted(buckets.items())
-        if len(times) == 4
-    )
+            buckets[index]["bytes"] = size
+    whole = (BucketTimes(n, **marks) for n, marks in sorted(buckets.items()) if len(marks) == 5)
     return RankStep(
         rank=rank,
         step=number,

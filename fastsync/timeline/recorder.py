@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RecordedModel", "Recorder", "record_steps"]
 
-# Seconds to wait for other ranks where this one is about to exit.
-_EXIT_TIMEOUT = 10.0
+_EXIT_TIMEOUT = 10.0  # seconds to wait for other ranks where this one is about to exit
 
 
 @dataclass(frozen=True)

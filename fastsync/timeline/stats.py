@@ -16,7 +16,6 @@ from fastsync.timeline.moves import UnitInfo, size_text
 __all__ = ["BucketTiming", "SyncStats", "make_stats", "unit_stats"]
 
 _NS = 1e-9
-_SHARES = ("overlap", "scaling_efficiency")
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def _text(name: str, value: object) -> str:
         return size_text(float(str(value)))
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.0%}" if name in _SHARES else f"{1e3 * value:.2f} ms"
+    return f"{value:.0%}" if name in ("overlap", "scaling_efficiency") else f"{1e3 * value:.2f} ms"
 
 
 _NAMES = tuple(field.name for field in fields(SyncStats))
@@ -170,9 +169,7 @@ def make_stats(
     if pace is not None:
         base = replace(base, straggler=pace.slow, network_time=pace.network_time)
     stats = _with_times(base, recorded, one_rank_step)
-    if not recorded:
-        return stats
-    return replace(stats, bucket_times=_bucket_times(buckets, recorded))
+    return replace(stats, bucket_times=_bucket_times(buckets, recorded)) if recorded else stats
 
 
 def unit_stats(
@@ -214,9 +211,7 @@ def unit_stats(
         recorded_steps=len(recorded),
     )
     stats = _with_times(base, recorded, one_rank_step)
-    if not recorded:
-        return stats
-    return replace(stats, unit_times=tuple(unit_timings(units, recorded)))
+    return replace(stats, unit_times=tuple(unit_timings(units, recorded))) if recorded else stats
 
 
 def _with_times(
@@ -253,11 +248,8 @@ def _bucket_times(buckets: Sequence[int], recorded: Sequence[RankStep]) -> tuple
     seen = [b for step in recorded if step.plan == plan for b in step.buckets]
     timings = []
     for index, size in enumerate(buckets):
-        times = [b for b in seen if b.bucket == index]
-        if not times:
-            continue
-        waiting = _NS * median(b.packed - b.ready for b in times)
-        timings.append(
-            BucketTiming(size, waiting, _NS * median(b.done - b.launched for b in times))
-        )
+        if times := [b for b in seen if b.bucket == index]:
+            waiting = _NS * median(b.packed - b.ready for b in times)
+            communicating = _NS * median(b.done - b.launched for b in times)
+            timings.append(BucketTiming(size, waiting, communicating))
     return tuple(timings)

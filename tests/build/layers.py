@@ -111,7 +111,7 @@ MODULE_LAYERS = {
         ["engine"],
         ["sync_checkpoint"],
     ],
-    "sync": [["exchange", "schedule"], ["fragments"], ["rounds"], ["__init__"]],
+    "sync": [["exchange", "schedule"], ["costs", "fragments"], ["rounds"], ["__init__"]],
     "testing": [["_forkserver", "ranks"], ["__init__"]],
     "timeline": [
         ["moves", "timeline_policy"],

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import distribute_module
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastsync import FastDDP, Group, Wire
+from fastsync import ElasticPolicy, FastDDP, Group, LocalSGD, Wire
 from fastsync.config.arguments import grouped
 from fastsync.config.compatibility import FEATURES, ROWS, Row
 from fastsync.testing import run_ranks
@@ -22,6 +22,7 @@ ASKED = {
     "DTensors": {},
     "elastic": {"elastic": True},
     "elastic on GPUs": {"elastic": True},
+    "elastic with rescale": {"elastic": ElasticPolicy(rescale="sum_of_start")},
     "find_unused_parameters=False": {"find_unused_parameters": False},
     "groups": {},
     "groups of other divisors": {},
@@ -37,7 +38,9 @@ ASKED = {
     "skip_all_reduce_unused_params": {"skip_all_reduce_unused_params": True},
     "static_graph": {"static_graph": True},
     "sync": {"sync": "local:4"},
+    "sync between groups": {"sync": LocalSGD(4, within=2)},
     "sync of local gradients": {"sync": "diloco:4"},
+    "sync with something on its way": {"sync": "delayed:1"},
     "timeline": {"timeline": True},
     "weights": {},
     "wire": {"wire": "int8"},

@@ -9,6 +9,8 @@ its third forward. If it comes back, the training ends three steps after that. V
   started again.
 * `early`: rank 3, which joins, makes its process group while ranks 1 and 2 have not.
 
+With `+diloco:4` at its end, parameters are averaged in that mode.
+
 The script goes by RANK and WORLD_SIZE, and imports fastsync once its process group is made.
 """
 
@@ -57,13 +59,15 @@ def is_over(model, ranks, step):
 
 def main():
     steps, victim, how, folder = *map(int, sys.argv[1:3]), *[*sys.argv[3:], "", ""][:2]
+    how, _, mode = how.partition("+")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rank = int(os.environ["RANK"])
     begin(rank, folder, by_address=how == "two")
     import fastsync
 
-    model = fastsync.FastDDP(nn.Linear(4, 4), faults=fastsync.Faults(elastic=True))
+    faults = fastsync.Faults(elastic=True)
+    model = fastsync.FastDDP(nn.Linear(4, 4), faults=faults, sync=mode or None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     done = model.catch_up(optimizer)
     dies_at = 2 if rank == victim else -1
@@ -81,6 +85,7 @@ def main():
         if step == 0:
             say(f"trains {os.getpid()}")
         time.sleep(0.01)
+    model.end_round()
     total = sum(float(p.detach().double().sum()) for p in model.parameters())
     say(f"rank {rank} of {model.elastic.ranks}: {total.hex()}")
     say(f"RANK {rank} of WORLD_SIZE {os.environ['WORLD_SIZE']}")

@@ -26,8 +26,9 @@ def test_survivors_end_well_when_rank_0_dies():
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_is_started_again_and_catches_up():
-    output = run_module("fastsync.elastic", *LAUNCH, "--restarts", 1, *SCRIPT, 100000, 0)
+@pytest.mark.parametrize("mode", ["", "+diloco:4"])
+def test_a_rank_that_dies_is_started_again_and_catches_up(mode):
+    output = run_module("fastsync.elastic", *LAUNCH, "--restarts", 1, *SCRIPT, 100000, 0, mode)
     assert "rank 0 was ended by SIGKILL; 2 ranks are running; it is started again" in output
     assert "rank 0 is back. Ranks [0, 1, 2] go on with step" in output
     sums = re.findall(r"rank \d of \(0, 1, 2\): (\S+)", output)
@@ -238,8 +239,9 @@ def test_a_rank_that_dies_comes_back_on_its_machine(port):
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_lost_comes_back(port):
-    arguments = (*SCRIPT, 100000, -1, "joined")
+@pytest.mark.parametrize("mode", ["", "+diloco:4"])
+def test_a_machine_that_is_lost_comes_back(port, mode):
+    arguments = (*SCRIPT, 100000, -1, f"joined{mode}")
     here, there = (launch(port, node, *arguments) for node in (0, 1))
     _, theirs = (trains(launcher, ranks=2) for launcher in (here, there))
     for process in (there.pid, *theirs):

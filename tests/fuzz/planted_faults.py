@@ -31,6 +31,7 @@ UNIT_MEANS = "tests/fsdp/test_fsdp_weights.py"
 ROUNDS = "tests/sync/test_rounds.py"
 GROUPS = "tests/ddp/test_groups.py"
 PARAM_GROUPS = "fastsync/config/param_groups.py"
+MEMBERS = "tests/sync/test_membership.py::test_parameters_are_those_of_the_ranks_that_have_come"
 FAULTS = [
     # --- weights of micro-batches
     Fault(
@@ -593,8 +594,8 @@ FAULTS = [
     Fault(
         "differences-without-error-feedback",
         "fastsync/sync/exchange.py",
-        "residual.sub_(codes.decode(mine))",
-        "residual.zero_()",
+        "flat.sub_(codes.decode(mine))",
+        "flat.zero_()",
         "tests/sync/test_modes.py::test_parameters_are_those_of_the_oracle[2-adamw]",
     ),
     Fault(
@@ -635,7 +636,7 @@ FAULTS = [
     Fault(
         "residual-not-in-the-checkpoint",
         "fastsync/sync/fragments.py",
-        'return flats if self._residual is None else {**flats, "residual": self._residual}',
+        'return flats if residual is None else {**flats, "residual": residual}',
         "return flats",
         f"{ROUNDS}::test_a_checkpoint_within_a_round_goes_on_with_the_same_bits[diloco]",
     ),
@@ -652,6 +653,72 @@ FAULTS = [
         "self.params.rounded(self._outer) - self.params.pack()",
         "self._outer - self.params.pack()",
         f"{ROUNDS}::test_outer_parameters_are_fp32_beside_parameters_of_bf16",
+    ),
+    Fault(
+        "mean-over-the-ranks-of-the-start",
+        "fastsync/sync/exchange.py",
+        "        return self._between.size()\n",
+        "        self._began = getattr(self, '_began', self._between.size())\n"
+        "        return self._began\n",
+        f"{MEMBERS}[average-coded]",
+    ),
+    Fault(
+        "merged-without-a-vote",
+        "fastsync/ddp/elastic_training.py",
+        "            self.rounds.exchange.vote()\n",
+        "",
+        f"{MEMBERS}[arrived-on-one]",
+    ),
+    Fault(
+        "merged-before-others-have-arrived",
+        "fastsync/sync/fragments.py",
+        "        self._pending, self._check = None, lambda: None\n",
+        "        if self._pending is not None and self._pending._arrived is not None:\n"
+        "            self._update(self._pending._arrived, False)\n"
+        "        self._pending, self._check = None, lambda: None\n",
+        f"{MEMBERS}[arrived-on-one-fragments]",
+    ),
+    Fault(
+        "residual-counted-twice",
+        "fastsync/sync/fragments.py",
+        "self._lost = difference.add_(self._residual)",
+        "self._lost = self._residual = difference.add_(self._residual)",
+        f"{MEMBERS}[average-coded]",
+    ),
+    Fault(
+        "joined-without-outer-state",
+        "fastsync/sync/rounds.py",
+        'kept = {kind: held for kind, held in optimizer["kept"].items() if kind != "residual"}',
+        "kept = {}",
+        f"{MEMBERS}[joins-coded]",
+    ),
+    Fault(
+        "joined-with-the-residual-of-another",
+        "fastsync/sync/rounds.py",
+        ' if kind != "residual"}',
+        "}",
+        f"{MEMBERS}[joins-coded]",
+    ),
+    Fault(
+        "averages-not-counted",
+        "fastsync/ddp/elastic_training.py",
+        "        self.averages += 1\n",
+        "",
+        f"{MEMBERS}[joins-coded]",
+    ),
+    Fault(
+        "hidden-traffic-waited-for",
+        "fastsync/sync/costs.py",
+        "seconds - schedule.overlap * alone",
+        "seconds",
+        "tests/sync/test_costs.py::test_what_runs_while_steps_do_is_not_waited_for",
+    ),
+    Fault(
+        "codes-of-one-rank-planned",
+        "fastsync/sync/costs.py",
+        "world * codec.coded_bytes(numel)",
+        "codec.coded_bytes(numel)",
+        "tests/sync/test_costs.py::test_bytes_are_those_that_ranks_send[int8]",
     ),
     # --- fastsync/fsdp
     Fault(

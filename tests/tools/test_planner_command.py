@@ -77,6 +77,24 @@ def milliseconds(text):
     return float(number) * {"us": 1e-3, "ms": 1.0, "s": 1e3}[unit]
 
 
+def test_a_mode_is_chosen_for_the_network(train, capsys):
+    """Averages at every step where the network keeps up; on a slow one codes, now and then."""
+    asked = ("--model", f"{train}:build_model", "--batch", "8x64", "--gpus", 4, "--per-node", 2)
+    asked += ("--device", "cpu", "--computing", "100ms", "--wires", "fp32,int4")
+    asked += ("--sync", "local:8,diloco:64,delayed:1")
+    chosen = {}
+    for link in ("100Mbit/s", "100GB/s"):
+        assert plan(*asked, "--inter", link) == 0
+        text = capsys.readouterr().out
+        assert "sync=LocalSGD(every=8) " in text and "sync=Delayed() " in text
+        chosen[link] = text.splitlines()[-1]
+    assert chosen["100Mbit/s"] == "At 12.5 MB/s choose sync=DiLoCo(every=64, wire='int4')."
+    assert chosen["100GB/s"] == "At 100 GB/s choose every step."
+    with pytest.raises(SystemExit):
+        plan(*asked, "--sync", "gossip:3")
+    assert "--sync" in capsys.readouterr().err
+
+
 def test_a_model_is_planned(train, capsys):
     model = ("--model", f"{train}:build_model", "--loss", f"{train}:loss", "--batch", "8x64")
     where = ("--gpus", 16, "--device", "a100", "--wires", "fp32,int8", "--jitter", "0.02")

@@ -1,0 +1,95 @@
+"""Random modes, deaths and joins of ranks between averages, held against plain torch.
+
+One case again: python -m tests.fuzz.test_random_membership --start N --count 1
+"""
+
+import argparse
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.sync.test_membership import outcomes_of
+
+FIXED = 12
+DRAWN = 2
+AT_ONCE = 6
+PLACES = ["forward", "compare", "sum", "sum 2", "vote", "merge"]
+
+
+def drawn_mode(rng):
+    every = rng.randint(1, 5)
+    if rng.random() < 0.4:
+        return ["LocalSGD", {"every": every, "warmup": rng.choice([0, 0, 2])}]
+    arguments = {
+        "every": every,
+        "fragments": rng.randint(1, every),
+        "outer_momentum": rng.choice([0.0, 0.9]),
+        "wire": rng.choice(["fp32", "int8", "int4", "bf16"]),
+    }
+    return ["DiLoCo", arguments]
+
+
+def drawn(number):
+    """Return the case of a number, as arguments of a job."""
+    rng = random.Random(number)
+    world = rng.randint(2, 4)
+    doomed = rng.sample(range(world), rng.randint(0, min(2, world - 1)))
+    deaths = []
+    for rank in doomed:
+        place = rng.choice(PLACES) if rng.random() < 0.7 else round(rng.uniform(0, 15), 1)
+        deaths.append([rank, rng.randint(1, 12), place])
+    joins = rng.choice([0, 0, 1, 2])
+    return {
+        "world": world,
+        "mode": drawn_mode(rng),
+        "deaths": deaths,
+        "joins": joins,
+        "joins_after": [round(rng.uniform(0, 1), 2) for _ in range(joins)],
+        "returns": int(len(deaths) == 1 and not joins and deaths[0][2] == "forward"),
+        "end_at": rng.choice([0, 0, rng.randint(1, 13)]),
+        "make": rng.choice(["sgd", "adamw"]),
+    }
+
+
+def check(numbers, folder):
+    """Run the cases beside each other."""
+    for name, outcome in outcomes_of(folder, {f"case{n}": drawn(n) for n in numbers}).items():
+        try:
+            outcome.check()
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {outcome.job}\n{outcome.said}") from error
+
+
+def test_cases_of_this_run(tmp_path):
+    """Other ones each time; a failure says how to repeat it."""
+    start = int.from_bytes(os.urandom(4), "big")
+    check(range(start, start + DRAWN), tmp_path)
+
+
+@pytest.mark.slow
+def test_fixed_cases(tmp_path):
+    for first in range(0, FIXED, AT_ONCE):
+        folder = tmp_path / str(first)
+        folder.mkdir()
+        check(range(first, min(FIXED, first + AT_ONCE)), folder)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="runs random cases")
+    parser.add_argument("--start", type=int, default=FIXED, help="the first one")
+    parser.add_argument("--count", type=int, default=6, help="how many")
+    args = parser.parse_args()
+    began = time.monotonic()
+    for first in range(args.start, args.start + args.count, AT_ONCE):
+        numbers = range(first, min(args.start + args.count, first + AT_ONCE))
+        with tempfile.TemporaryDirectory() as folder:
+            check(numbers, Path(folder))
+        print(f"{numbers[-1] + 1 - args.start} cases, {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

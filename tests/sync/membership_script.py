@@ -1,0 +1,178 @@
+"""Trains on forked ranks, with `sync=`, of which some die, come back or join. See
+test_membership.py.
+
+Jobs run side by side, as in tests/elastic/rejoin_script.py. A death has a rank, a step from 1 on,
+and a place: "forward", "compare", "sum", "vote", "merge" (of which each is the beginning; "sum 2":
+of the second one in the step), or a number of milliseconds after the beginning of the step.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+import fastsync
+from fastsync.sync.exchange import Exchange
+from fastsync.sync.fragments import Fragment, OuterFragment
+from tests.elastic import rejoin_script
+from tests.sync.test_modes import OPTIMIZERS, batch, net
+
+PAUSE = 0.01  # seconds that a step takes at least, where a rank is to come
+ROUNDS_AFTER = 2  # that are made when all have come
+
+
+@dataclass
+class Job:
+    """One training.
+
+    Attributes:
+        mode: name of the class, and its arguments.
+        steps: that are made at least.
+        joins: ranks that come that have not begun the training.
+        returns: dead ranks that are started again: 1 where one dies and none joins, or 0.
+        breaks: a rank, and a step in which it gets no average, once another rank is dead.
+    """
+
+    world: int = 3
+    mode: list = field(default_factory=lambda: ["LocalSGD", {"every": 4}])
+    deaths: list = field(default_factory=list)
+    steps: int = 13
+    joins: int = 0
+    joins_after: list = field(default_factory=list)
+    returns: int = 0
+    make: str = "adamw"
+    end_at: int = 0  # a step after which all ranks end the round
+    memory: bool = False
+    breaks: list = field(default_factory=lambda: [-1, 0])
+
+    @property
+    def ends(self):
+        return self.returns
+
+    @property
+    def made(self):
+        """The mode."""
+        return getattr(fastsync, self.mode[0])(**self.mode[1])
+
+
+def flat(tensors):
+    """Return all values of some tensors."""
+    return [value for tensor in tensors for value in tensor.flatten().tolist()]
+
+
+class Fate:
+    """How a rank dies."""
+
+    def __init__(self, deaths):
+        self.deaths, self.step, self.came = deaths, 0, Counter()
+        for name, place in {"compare": "compare", "sum_flat": "sum", "vote": "vote"}.items():
+            self.watch(Exchange, name, place)
+        self.watch(Exchange, "gather_codes", "sum")
+        self.watch(OuterFragment, "_update", "merge")
+
+    def watch(self, owner, name, place):
+        call = getattr(owner, name)
+
+        def watched(*args, **kwargs):
+            self.reach(place)
+            return call(*args, **kwargs)
+
+        setattr(owner, name, watched)
+
+    def begin(self, step):
+        self.step, self.came = step, Counter()
+        for when, place in self.deaths:
+            if when == step and not isinstance(place, str):
+                threading.Timer(place / 1000, self.die).start()
+
+    def reach(self, place):
+        self.came[place] += 1
+        number = self.came[place]
+        if [self.step, place if number == 1 else f"{place} {number}"] in self.deaths:
+            self.die()
+
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Training:
+    """One rank's."""
+
+    def __init__(self, job, rank, attempt, file):
+        self.job, self.rank = job, rank
+        doomed = [] if attempt else job.deaths
+        self.fate = Fate([[step, place] for who, step, place in doomed if who == rank])
+        self.net = net()
+        self.optimizer = OPTIMIZERS[job.make](self.net.parameters())
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.9)
+        faults = fastsync.Faults(elastic=True)
+        self.model = fastsync.FastDDP(self.net, sync=job.made, faults=faults)
+        self.complete = None  # the step since which all have come
+        if rank == job.breaks[0]:
+            self.break_average()
+        self.seen = {"params": {}, "members": [], "outer": {}, "waits": {}}
+
+    def break_average(self):
+        """Let an average fail here, as a connection may do where a rank has ended."""
+        arrive, broken = Fragment.arrive, []
+
+        def breaking(fragment):
+            arrive(fragment)
+            if self.fate.step == self.job.breaks[1] and not broken:
+                broken.append(fragment)
+                while not self.model._elastic._gone():
+                    time.sleep(0.01)
+                raise RuntimeError("connection reset by peer")
+
+        Fragment.arrive = breaking
+
+    def run(self):
+        step = self.model.catch_up(self.optimizer, self.schedule)
+        self.seen["start"] = step
+        self.note_members()
+        while not self.is_over(step):
+            step += 1
+            self.step(step)
+
+    def is_over(self, step):
+        if not self.job.joins + self.job.returns:
+            return step == self.job.steps
+        every = self.job.made.every
+        until = max(self.job.steps, (self.complete or 0) + ROUNDS_AFTER * every)
+        return self.complete is not None and step % every == 0 and step >= until
+
+    def step(self, step):
+        self.fate.begin(step)
+        began = time.monotonic()
+        self.optimizer.zero_grad()
+        self.fate.reach("forward")
+        self.model(batch(self.rank, step)).square().mean().backward()
+        self.note_members()
+        ready = time.monotonic()
+        self.optimizer.step()
+        self.seen["waits"][step] = time.monotonic() - ready
+        self.schedule.step()
+        if step == self.job.end_at:
+            self.model.end_round()
+        self.note_members()
+        self.seen["params"][step] = flat(self.net.parameters())
+        kept = self.model.sync_state_dict()["rounds"]["optimizers"][0]["kept"]
+        self.seen["outer"][step] = flat(kept.get("outer", {}).values())
+        if self.job.joins + self.job.returns:
+            time.sleep(max(0.0, began + PAUSE - time.monotonic()))
+
+    def note_members(self):
+        now = [self.model.elastic.since, list(self.model.elastic.ranks)]
+        if now not in self.seen["members"]:
+            self.seen["members"].append(now)
+        those = range(self.job.world if self.job.joins else 0, self.job.world + self.job.joins)
+        if self.complete is None and self.model.elastic.epoch and {*those} <= {*now[1]}:
+            self.complete = now[0]
+
+
+if __name__ == "__main__":
+    rejoin_script.main(Job, Training)
