@@ -297,6 +297,8 @@ class FastDDP(Front):
         the same.
         """
         groups = [(group.process_group, group.names) for group in self._policy.groups]
+        if self._policy.zero.stage > 0:  # whose DTensors are shards
+            return groups
         others = {name for name, param in self.module.named_parameters() if is_dtensor(param)}
         others -= {name for _, names in groups for name in names}
         return [*groups, (self.process_group, frozenset(others))] if others else groups
