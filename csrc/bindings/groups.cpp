@@ -95,7 +95,7 @@ engine::Direction direction_of(const std::string& name) {
 
 // Records of units: their log, and collectives that Python waits for.
 void bind_logs(py::module_& m) {
-  using engine::Movement;
+  using engine::Transfer;
   using engine::UnitLog;
   using engine::UnitName;
   using engine::UnitPeers;
@@ -114,12 +114,12 @@ void bind_logs(py::module_& m) {
              return UnitName{number, std::move(words), std::move(parameters)};
            }),
            py::arg("number"), py::arg("words"), py::arg("parameters"));
-  py::class_<Movement>(m, "Movement")
-      .def("begin_wait", &Movement::begin_wait)
-      .def("end_wait", &Movement::end_wait)
-      .def("look", &Movement::look, release)
-      .def("arrived", &Movement::arrived)
-      .def("fail", &Movement::fail, release, py::arg("error"));
+  py::class_<Transfer>(m, "Transfer")
+      .def("begin_wait", &Transfer::begin_wait)
+      .def("end_wait", &Transfer::end_wait)
+      .def("look", &Transfer::look, release)
+      .def("arrived", &Transfer::arrived)
+      .def("fail", &Transfer::fail, release, py::arg("error"));
   py::class_<UnitPeers, std::shared_ptr<UnitPeers>>(m, "UnitPeers")
       .def(py::init<int64_t>(), py::arg("rank"))
       .def(
@@ -134,7 +134,7 @@ void bind_logs(py::module_& m) {
           "begin",
           [](std::shared_ptr<UnitPeers> peers, const UnitName& unit, const std::string& direction,
              int64_t bytes) {
-            return std::make_unique<Movement>(std::move(peers),
+            return std::make_unique<Transfer>(std::move(peers),
                                               std::make_shared<const UnitName>(unit),
                                               direction_of(direction), bytes);
           },
@@ -170,7 +170,7 @@ void bind_units(py::module_& m) {
       .def("set_shard", &Unit::set_shard, release, py::arg("shard"), py::arg("layout"))
       .def("start_gather", &Unit::start_gather, release)
       .def("finish_gather", &Unit::finish_gather, release)
-      .def("lend", &Unit::lend, release)
+      .def("allocate", &Unit::allocate, release)
       .def("is_gathered", &Unit::is_gathered)
       .def("release", &Unit::release, release)
       .def(

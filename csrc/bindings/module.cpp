@@ -48,8 +48,8 @@ std::shared_ptr<engine::Reducer> make_reducer(
 
 void survive(engine::Reducer& reducer,
              std::function<int64_t(int64_t, bool, const std::string&)> meet,
-             std::function<void()> rebuild, double patience) {
-  const auto whole = std::chrono::milliseconds(static_cast<int64_t>(patience * 1e3));
+             std::function<void()> rebuild, double timeout) {
+  const auto whole = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1e3));
   reducer.survive({std::move(meet), std::move(rebuild), whole});
 }
 
@@ -148,9 +148,9 @@ void bind_timeline(py::module_& m) {
            py::arg("capacity"), py::arg("device"))
       .def("events", &events_list)
       .def(
-          "settle",
+          "await_events",
           [](const Timeline& timeline, double seconds) {
-            return timeline.settle(std::chrono::milliseconds(std::llround(seconds * 1e3)));
+            return timeline.await_events(std::chrono::milliseconds(std::llround(seconds * 1e3)));
           },
           py::call_guard<py::gil_scoped_release>(), py::arg("seconds"))
       .def("dropped", &Timeline::dropped);
@@ -180,15 +180,15 @@ void bind_memory(py::module_& m) {
           },
           release, py::arg("addresses"), py::arg("rank"), py::arg("timeout"))
       .def("make_flat", &SharedMemory::make_flat, release, py::arg("numel"), py::arg("dtype"));
-  using comm::SharedWords;
-  py::class_<SharedWords, std::shared_ptr<SharedWords>>(m, "SharedWords")
+  using comm::SharedStatements;
+  py::class_<SharedStatements, std::shared_ptr<SharedStatements>>(m, "SharedStatements")
       .def(py::init([](const SharedMemory& memory, size_t channel, double timeout) {
              const auto limit = std::chrono::duration<double>(timeout);
-             return std::make_shared<SharedWords>(
+             return std::make_shared<SharedStatements>(
                  memory, channel, std::chrono::duration_cast<std::chrono::milliseconds>(limit));
            }),
            py::arg("memory"), py::arg("channel"), py::arg("timeout"))
-      .def("exchange", &SharedWords::exchange, release, py::arg("said"), py::arg("number"));
+      .def("exchange", &SharedStatements::exchange, release, py::arg("said"), py::arg("number"));
   py::class_<ShmCollective, std::shared_ptr<ShmCollective>>(m, "SharedCollective")
       .def(py::init<std::shared_ptr<SharedMemory>, size_t>(), release, py::arg("memory"),
            py::arg("channel"))
@@ -216,17 +216,17 @@ void bind_memory(py::module_& m) {
           release, py::arg("mine"), py::arg("all"));
 }
 
-// The first and the last link of a hierarchical chain join the ranks of a node, which may share
+// The first and the last stage of a hierarchical pipeline join the ranks of a node, which may share
 // memory.
-void use_chains(engine::Reducer& reducer, const std::vector<std::string>& group_names,
-                const std::shared_ptr<comm::SharedMemory>& node_memory, size_t group) {
-  std::vector<std::shared_ptr<comm::Collective>> links;
-  for (const std::string& name : group_names) links.push_back(comm::Collective::resolve(name));
+void use_pipelines(engine::Reducer& reducer, const std::vector<std::string>& group_names,
+                   const std::shared_ptr<comm::SharedMemory>& node_memory, size_t group) {
+  std::vector<std::shared_ptr<comm::Collective>> stages;
+  for (const std::string& name : group_names) stages.push_back(comm::Collective::resolve(name));
   if (node_memory) {
-    links.front() = std::make_shared<comm::ShmCollective>(node_memory, 0);
-    links.back() = std::make_shared<comm::ShmCollective>(node_memory, 1);
+    stages.front() = std::make_shared<comm::ShmCollective>(node_memory, 0);
+    stages.back() = std::make_shared<comm::ShmCollective>(node_memory, 1);
   }
-  reducer.use_chains(std::move(links), group);
+  reducer.use_pipelines(std::move(stages), group);
 }
 
 void use_memory(engine::Reducer& reducer, const std::shared_ptr<comm::SharedMemory>& memory,
@@ -252,7 +252,7 @@ void bind_engine(py::module_& m) {
   py::class_<engine::ForwardAdvice>(m, "ForwardAdvice")
       .def_readonly("regrouped", &engine::ForwardAdvice::regrouped)
       .def_readonly("unused", &engine::ForwardAdvice::unused)
-      .def_readonly("paced", &engine::ForwardAdvice::paced);
+      .def_readonly("new_timing", &engine::ForwardAdvice::new_timing);
   using engine::Precision;
   py::class_<Precision, std::shared_ptr<Precision>>(m, "Precision")
       .def(py::init<Tensors, at::ScalarType>(), py::arg("params"), py::arg("compute"))
@@ -289,7 +289,7 @@ void bind_engine(py::module_& m) {
       .def("skip_step", &Reducer::skip_step, release)
       .def("on_skips", &Reducer::on_skips, py::arg("fn"))
       .def("note_optimizer", &Reducer::note_optimizer, release)
-      .def("survive", &survive, py::arg("meet"), py::arg("rebuild"), py::arg("patience"))
+      .def("survive", &survive, py::arg("meet"), py::arg("rebuild"), py::arg("timeout"))
       .def("use_group", &Reducer::use_group, release, py::arg("group_name"))
       .def("use_shards", &Reducer::use_shards, release, py::arg("group_name"))
       .def("squares", &Reducer::squares, release, py::arg("params"), py::arg("units"))
@@ -297,7 +297,7 @@ void bind_engine(py::module_& m) {
       .def("finish_gathers", &Reducer::finish_gathers, release)
       .def("use_memory", &use_memory, release, py::arg("memory"), py::arg("group") = 0)
       .def("use_watch", &Reducer::use_watch, release, py::arg("watch"))
-      .def("use_chains", &use_chains, release, py::arg("group_names"), py::arg("node_memory"),
+      .def("use_pipelines", &use_pipelines, release, py::arg("group_names"), py::arg("node_memory"),
            py::arg("group") = 0)
       .def("residuals", &residuals_of)
       .def("load_residuals", &load_residuals, py::arg("residuals"))
@@ -307,7 +307,7 @@ void bind_engine(py::module_& m) {
       .def("ready_order", &Reducer::ready_order, release)
       .def("trainable", &Reducer::trainable, release)
       .def("last_step", &last_step_dict)
-      .def("pace", &Reducer::pace, release)
+      .def("step_timing", &Reducer::step_timing, release)
       .def("busy_seconds", &Reducer::busy_seconds, release)
       .def("await_buffers", &Reducer::await_buffers, py::arg("exchange"))
       .def("set_timeline", &Reducer::set_timeline, release, py::arg("timeline"))

@@ -87,36 +87,36 @@ void bind_coded(py::module_& m) {
 
 // Faces as Python holds them, with the number of references that the Python object of each has
 // without other holders.
-class FaceList {
+class ProxyList {
  public:
-  FaceList(py::list faces, std::vector<at::Tensor>& tensors) : faces_(std::move(faces)) {
-    for (const py::handle face : faces_) tensors.push_back(face.cast<at::Tensor>());
+  ProxyList(py::list proxies, std::vector<at::Tensor>& tensors) : proxies_(std::move(proxies)) {
+    for (const py::handle proxy : proxies_) tensors.push_back(proxy.cast<at::Tensor>());
     for (size_t i = 0; i < tensors.size(); ++i) references_.push_back(references(i));
   }
-  FaceList(const FaceList&) = delete;
-  FaceList& operator=(const FaceList&) = delete;
-  ~FaceList() {
+  ProxyList(const ProxyList&) = delete;
+  ProxyList& operator=(const ProxyList&) = delete;
+  ~ProxyList() {
     const py::gil_scoped_acquire gil;
-    faces_.release().dec_ref();
+    proxies_.release().dec_ref();
   }
 
   bool is_held(size_t index) const { return references(index) > references_[index]; }
 
  private:
   Py_ssize_t references(size_t index) const {
-    return Py_REFCNT(PyList_GET_ITEM(faces_.ptr(), static_cast<Py_ssize_t>(index)));
+    return Py_REFCNT(PyList_GET_ITEM(proxies_.ptr(), static_cast<Py_ssize_t>(index)));
   }
 
-  py::list faces_;
+  py::list proxies_;
   std::vector<Py_ssize_t> references_;
 };
 
 std::shared_ptr<engine::ShardedGradients> make_sharded_gradients(
-    const at::Tensor& shard, const py::list& faces, std::function<void(size_t)> release) {
+    const at::Tensor& shard, const py::list& proxies, std::function<void(size_t)> release) {
   auto made = std::make_shared<engine::ShardedGradients>();
   made->shard = shard;
-  const auto list = std::make_shared<FaceList>(faces, made->faces);
-  made->pending.resize(made->faces.size());
+  const auto list = std::make_shared<ProxyList>(proxies, made->proxies);
+  made->pending.resize(made->proxies.size());
   made->is_held = [list](size_t index) { return list->is_held(index); };
   made->release = std::move(release);
   return made;
@@ -126,14 +126,14 @@ void bind_shards(py::module_& m) {
   using engine::ScatterSpec;
   using engine::ShardedGradients;
   py::class_<ShardedGradients, std::shared_ptr<ShardedGradients>>(m, "ShardedGradients")
-      .def(py::init(&make_sharded_gradients), py::arg("shard"), py::arg("faces"),
+      .def(py::init(&make_sharded_gradients), py::arg("shard"), py::arg("proxies"),
            py::arg("release"))
       .def(
-          "set_face",
-          [](ShardedGradients& self, size_t index, const at::Tensor& face) {
-            self.faces.at(index) = face;
+          "set_proxy",
+          [](ShardedGradients& self, size_t index, const at::Tensor& proxy) {
+            self.proxies.at(index) = proxy;
           },
-          py::arg("index"), py::arg("face"))
+          py::arg("index"), py::arg("proxy"))
       .def(
           "pending",
           [](const ShardedGradients& self, size_t index) -> std::optional<at::Tensor> {

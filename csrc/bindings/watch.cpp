@@ -1,4 +1,4 @@
-// Python bindings of the watch for other ranks' faults, and of pace.
+// Python bindings of the watch for other ranks' faults, and of step timing.
 #include <signal.h>
 #include <torch/csrc/Exceptions.h>
 
@@ -26,7 +26,7 @@ namespace {
 
 using engine::Fault;
 using engine::FaultWatch;
-using engine::Visit;
+using engine::WaitScope;
 
 // Host, port, key, process, machine.
 using Address = std::tuple<std::string, int64_t, uint64_t, int64_t, std::string>;
@@ -81,12 +81,12 @@ std::vector<int64_t> connect(FaultWatch& watch, const std::vector<Address>& addr
   return watch.connect(std::move(members), rank);
 }
 
-std::unique_ptr<Visit> visit(std::shared_ptr<FaultWatch> watch, const std::string& kind,
-                             const std::string& place, std::vector<int64_t> ranks) {
-  const auto known = kind == "together"   ? Visit::Kind::kTogether
-                     : kind == "wrapping" ? Visit::Kind::kWrapping
-                                          : Visit::Kind::kApart;
-  return std::make_unique<Visit>(std::move(watch), known, place, std::move(ranks));
+std::unique_ptr<WaitScope> wait_scope(std::shared_ptr<FaultWatch> watch, const std::string& kind,
+                                      const std::string& label, std::vector<int64_t> ranks) {
+  const auto known = kind == "together"   ? WaitScope::Kind::kTogether
+                     : kind == "wrapping" ? WaitScope::Kind::kWrapping
+                                          : WaitScope::Kind::kApart;
+  return std::make_unique<WaitScope>(std::move(watch), known, label, std::move(ranks));
 }
 
 }  // namespace
@@ -99,20 +99,20 @@ void bind_watch(py::module_& m) {
       error.restore();
     }
   });
-  py::class_<engine::PaceRecord>(m, "PaceRecord")
-      .def_readonly("rank", &engine::PaceRecord::rank)
-      .def_readonly("times", &engine::PaceRecord::times);
-  py::class_<engine::PaceReport>(m, "PaceReport")
-      .def_readonly("steps", &engine::PaceReport::steps)
-      .def_readonly("earliest", &engine::PaceReport::earliest);
+  py::class_<engine::StepTimingRecord>(m, "StepTimingRecord")
+      .def_readonly("rank", &engine::StepTimingRecord::rank)
+      .def_readonly("times", &engine::StepTimingRecord::times);
+  py::class_<engine::StepTimingReport>(m, "StepTimingReport")
+      .def_readonly("steps", &engine::StepTimingReport::steps)
+      .def_readonly("earliest", &engine::StepTimingReport::earliest);
   const auto release = py::call_guard<py::gil_scoped_release>();
   m.def(
       "process_has_ended", [](int64_t process) { return !engine::end_of_process(process).lives; },
       release, py::arg("process"));
   m.def(
-      "leave_chains",
+      "leave_pipelines",
       [](double seconds) {
-        comm::leave_chains(std::chrono::milliseconds(std::llround(seconds * 1e3)));
+        comm::leave_pipelines(std::chrono::milliseconds(std::llround(seconds * 1e3)));
       },
       release, py::arg("seconds"));
   py::class_<FaultWatch, std::shared_ptr<FaultWatch>>(m, "FaultWatch")
@@ -124,7 +124,7 @@ void bind_watch(py::module_& m) {
              return std::make_tuple(at.host, at.port, at.key);
            })
       .def("connect", &connect, release, py::arg("addresses"), py::arg("rank"))
-      .def("visit", &visit, py::arg("kind"), py::arg("place"), py::arg("ranks"))
+      .def("wait_scope", &wait_scope, py::arg("kind"), py::arg("label"), py::arg("ranks"))
       .def(
           "watch_over",
           [](FaultWatch& watch, const std::string& group_name, const std::string& device) {
@@ -143,17 +143,17 @@ void bind_watch(py::module_& m) {
           },
           release, py::arg("how"), py::arg("why"))
       .def(
-          "outlast",
+          "wait_for_peer_exit",
           [](const FaultWatch& watch, double seconds) {
-            watch.outlast(std::chrono::milliseconds(std::llround(seconds * 1e3)));
+            watch.wait_for_peer_exit(std::chrono::milliseconds(std::llround(seconds * 1e3)));
           },
           release, py::arg("seconds"))
       .def("close", &FaultWatch::close, release)
       .def("abandon", &FaultWatch::abandon);
-  py::class_<Visit>(m, "Visit")
-      .def("look", &Visit::look, release)
-      .def("explain", &Visit::explain, release, py::arg("error"))
-      .def("end", &Visit::end, py::arg("came"));
+  py::class_<WaitScope>(m, "WaitScope")
+      .def("look", &WaitScope::look, release)
+      .def("explain", &WaitScope::explain, release, py::arg("error"))
+      .def("end", &WaitScope::end, py::arg("came"));
 }
 
 }  // namespace fastsync

@@ -7,7 +7,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Called without the GIL, on the threads of the backward and of the chains.
+// Called without the GIL, on the threads of the backward and of the pipelines.
 class PythonCodec final : public Codec {
  public:
   explicit PythonCodec(py::object codec) : codec_(std::move(codec)) {}

@@ -45,7 +45,7 @@ class WithoutPythonObjects {
 // when it has been enqueued, or by asking the device, for so long at most.
 struct Tidings {
   bool by_future = true;
-  std::optional<std::chrono::milliseconds> patience;
+  std::optional<std::chrono::milliseconds> timeout;
 };
 
 // [Note: waiting for a device]
@@ -80,14 +80,14 @@ class WorkInFlight final : public CalledByWait<> {
   }
 
   bool is_done_within(std::chrono::milliseconds time) override {
-    if (tidings_.patience) return ends_within(time);
+    if (tidings_.timeout) return ends_within(time);
     if (work_->isCompleted()) return true;
     if (time.count() == 0 || !can_be_asked()) return false;
     if (!completion_) watch();
     return completion_->happens_within(time);
   }
 
-  bool can_be_asked() const override { return tidings_.by_future || tidings_.patience; }
+  bool can_be_asked() const override { return tidings_.by_future || tidings_.timeout; }
 
  private:
   class Completion {
@@ -112,8 +112,8 @@ class WorkInFlight final : public CalledByWait<> {
     constexpr std::chrono::microseconds kPause{50};
     const auto asked = Clock::now();
     while (!work_->isCompleted()) {
-      FS_CHECK(Clock::now() - started_ < *tidings_.patience, "timed out after ",
-               tidings_.patience->count(), " ms");
+      FS_CHECK(Clock::now() - started_ < *tidings_.timeout, "timed out after ",
+               tidings_.timeout->count(), " ms");
       if (Clock::now() - asked >= time) return false;
       std::this_thread::sleep_for(kPause);
     }
@@ -212,7 +212,7 @@ class ProcessGroupCollective final : public Collective {
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  void let_host_wait(std::chrono::milliseconds patience) override { patience_ = patience; }
+  void let_host_wait(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
 
   Communicator communicator(at::Device device) const override {
     return communicator_in(group_, device);
@@ -221,7 +221,7 @@ class ProcessGroupCollective final : public Collective {
   std::unique_ptr<InFlight> all_reduce(const at::Tensor& flat) override {
     std::vector<at::Tensor> buffers{flat};
     return start(
-        *group_, "all-reduce", {flat}, [&] { return group_->allreduce(buffers); }, patience_);
+        *group_, "all-reduce", {flat}, [&] { return group_->allreduce(buffers); }, timeout_);
   }
 
   // See [Note: sparse sums over Gloo]. The group's own collectives, which keep the order of several
@@ -372,10 +372,10 @@ class ProcessGroupCollective final : public Collective {
   template <typename Issue>
   static std::unique_ptr<InFlight> start(c10d::ProcessGroup& group, const char* what,
                                          std::vector<at::Tensor> buffers, const Issue& issue,
-                                         std::optional<std::chrono::milliseconds> patience = {}) {
+                                         std::optional<std::chrono::milliseconds> timeout = {}) {
     const WithoutPythonObjects guard;  // see [Note: no Python object in a work handle]
-    Tidings tidings{waits_on_host(group, buffers.front().device()), patience};
-    if (tidings.by_future) tidings.patience.reset();
+    Tidings tidings{waits_on_host(group, buffers.front().device()), timeout};
+    if (tidings.by_future) tidings.timeout.reset();
     auto work = issue();
     FS_CHECK(work, "the process group returned no work handle for an ", what);
     return std::make_unique<WorkInFlight>(std::move(work), std::move(buffers), tidings);
@@ -385,7 +385,7 @@ class ProcessGroupCollective final : public Collective {
   int rank_;
   int size_;
   std::shared_ptr<ExchangeThreads> threads_;
-  std::optional<std::chrono::milliseconds> patience_;  // of the host, which waits for devices
+  std::optional<std::chrono::milliseconds> timeout_;  // of the host, which waits for devices
 };
 
 }  // namespace

@@ -34,7 +34,7 @@ class Collective {
   virtual size_t at_a_time(at::Device device) const { return device.is_cpu() ? 2 : 1; }
   // The host can wait for collectives of devices, too, where it would only have streams wait: each
   // for so long at most. See [Note: waiting for a device].
-  virtual void let_host_wait(std::chrono::milliseconds /*patience*/) {}
+  virtual void let_host_wait(std::chrono::milliseconds /*timeout*/) {}
   // Returns what carries tensors on `device` here. It does not keep the group alive.
   virtual Communicator communicator(at::Device /*device*/) const { return {}; }
   // Collectives that start from now on belong to this step, which errors name where another rank
@@ -91,9 +91,9 @@ class Collective {
   // each a rank's messages side by side. This rank may be one of them. What is sent has been copied
   // by the time that this returns. Null, and nothing is sent, where messages travel otherwise,
   // which is the same on all ranks.
-  virtual std::shared_ptr<Incoming> lend(const std::vector<Expected>& /*expected*/,
-                                         at::ScalarType /*dtype*/,
-                                         const std::vector<Message>& /*sent*/, int /*tag*/) {
+  virtual std::shared_ptr<Incoming> borrow(const std::vector<Expected>& /*expected*/,
+                                           at::ScalarType /*dtype*/,
+                                           const std::vector<Message>& /*sent*/, int /*tag*/) {
     return nullptr;
   }
   // Frees memory that exchanges have used and that is not read any more.
@@ -103,7 +103,7 @@ class Collective {
 // The same of the process group registered with c10d under `group_name`.
 Communicator communicator_of(const std::string& group_name, at::Device device);
 
-// The collectives of coded buckets' links.
+// The collectives of coded buckets' stages.
 struct LinkKinds {
   bool all_to_all = true;
   bool reduce_scatter = false;  // of floats; the others are of bytes

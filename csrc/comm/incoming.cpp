@@ -31,7 +31,7 @@ class Received final : public Incoming {
   bool can_be_asked() const override { return arriving_->can_be_asked(); }
 
   const std::vector<at::Tensor>& parts() const override { return parts_; }
-  void give_back() override {
+  void release() override {
     parts_.clear();
     end(/*in_flight=*/false);
   }

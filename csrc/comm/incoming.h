@@ -13,14 +13,14 @@
 
 namespace fastsync::comm {
 
-// Neither end waits for another rank: that of give_back(), nor that of one which never was given
+// Neither end waits for another rank: that of release(), nor that of one which never was given
 // back.
 class Incoming : public InFlight {
  public:
   // After wait(): equal parts, from each other rank, in their order; or those that were expected.
   virtual const std::vector<at::Tensor>& parts() const = 0;
   // They are not read any more.
-  virtual void give_back() = 0;
+  virtual void release() = 0;
 };
 
 // So many elements, from a rank.

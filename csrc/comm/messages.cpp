@@ -160,8 +160,8 @@ class ExchangeInFlight final : public InFlight {
 
 }  // namespace
 
-void leave_chains(std::chrono::milliseconds patience) {
-  Worker::leave_all(patience, [] { UnderWay::of_process().abort(); });
+void leave_pipelines(std::chrono::milliseconds timeout) {
+  Worker::leave_all(timeout, [] { UnderWay::of_process().abort(); });
 }
 
 std::unique_ptr<InFlight> exchange_messages(const c10::intrusive_ptr<c10d::Backend>& backend,

@@ -47,7 +47,7 @@ class ExchangeThreads {
 
 // See [Note: the end of a process] in worker.h: aborts the exchanges that are under way, and has
 // all workers left.
-void leave_chains(std::chrono::milliseconds patience);
+void leave_pipelines(std::chrono::milliseconds timeout);
 
 // Collective::exchange() over `backend`.
 std::unique_ptr<InFlight> exchange_messages(const c10::intrusive_ptr<c10d::Backend>& backend,

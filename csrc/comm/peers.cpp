@@ -24,17 +24,17 @@
 namespace fastsync::comm {
 namespace {
 
-constexpr std::chrono::milliseconds kBeat{100};
-constexpr std::chrono::milliseconds kSilence{1500};   // of a neighbour, from which on
-constexpr std::chrono::milliseconds kRareBeat{5000};  // it hears so rarely
-constexpr std::chrono::milliseconds kFlush{300};      // for last words
-constexpr std::chrono::milliseconds kConnect{2000};   // for a neighbour to be reached
-constexpr size_t kLongest = 1 << 20;                  // of a message: longer ones are no peer's
+constexpr std::chrono::milliseconds kHeartbeatInterval{100};
+constexpr std::chrono::milliseconds kSilence{1500};        // of a neighbour, from which on
+constexpr std::chrono::milliseconds kRareHeartbeat{5000};  // it hears so rarely
+constexpr std::chrono::milliseconds kFlush{300};           // for the exit reason
+constexpr std::chrono::milliseconds kConnect{2000};        // for a neighbour to be reached
+constexpr size_t kLongest = 1 << 20;  // of a message: longer ones are no peer's
 constexpr size_t kRecent = 64;
 constexpr int kBacklog = 256;
 constexpr char kHello = 'H';
-constexpr char kBeatMessage = 'B';
-constexpr char kNews = 'N';
+constexpr char kHeartbeatMessage = 'B';
+constexpr char kEventMessage = 'N';
 
 [[noreturn]] void fail(const std::string& what) {
   throw std::runtime_error(concat(what, ": ", std::strerror(errno)));
@@ -196,14 +196,14 @@ std::vector<int64_t> Peers::connect(const std::vector<PeerAddress>& all, int64_t
   return missing;
 }
 
-void Peers::flood(const std::string& news) {
+void Peers::flood(const std::string& event) {
   const std::lock_guard<std::mutex> lock(queue_mutex_);
-  queued_.push_back(bytes_of(rank_) + bytes_of(++told_) + news);
+  queued_.push_back(bytes_of(rank_) + bytes_of(++told_) + event);
   wake();
 }
 
-void Peers::flush(std::chrono::milliseconds patience) {
-  const auto end = Clock::now() + patience;
+void Peers::flush(std::chrono::milliseconds timeout) {
+  const auto end = Clock::now() + timeout;
   while (has_unsent() && Clock::now() < end) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -272,13 +272,13 @@ void Peers::run() {
     drop_closed();
     if ((waits[1].revents & POLLIN) != 0) accept_all();
     if (Clock::now() >= next) {
-      next = Clock::now() + kBeat;
-      beat();
+      next = Clock::now() + kHeartbeatInterval;
+      heartbeat();
     }
   }
 }
 
-// A rank that has not said hello yet has not heard the news.
+// A rank that has not said hello yet has not heard of the event.
 bool Peers::is_all_sent() const {
   return (callers_.empty() || recent_.empty()) &&
          std::all_of(links_.begin(), links_.end(),
@@ -288,11 +288,11 @@ bool Peers::is_all_sent() const {
 // Messages that a stopped process does not read fill its machine's buffer. When that is full, TCP
 // gives up as on a machine that is lost, so a silent process is sent fewer messages: an hour's
 // heartbeats fit.
-void Peers::beat() {
-  const std::string message = framed(kBeatMessage, listener_.beat());
+void Peers::heartbeat() {
+  const std::string message = framed(kHeartbeatMessage, listener_.heartbeat());
   const auto now = Clock::now();
   for (Link& link : links_) {
-    const bool due = now - link.heard < kSilence || now - link.told >= kRareBeat;
+    const bool due = now - link.heard < kSilence || now - link.told >= kRareHeartbeat;
     // One that does not read hears of this later.
     if (link.rank >= 0 && link.out.empty() && due) {
       link.out = message;
@@ -320,7 +320,7 @@ void Peers::pass_on(const std::string& body) {
   if (recent_.size() > kRecent) recent_.pop_front();
   for (Link& link : links_) {
     if (link.rank < 0 || link.out.size() > kLongest) continue;  // it has not read for long
-    link.out += framed(kNews, body);
+    link.out += framed(kEventMessage, body);
     write(link);
   }
 }
@@ -373,22 +373,22 @@ void Peers::hear(Link& link, char kind, const std::string& body) {
     if (knows) {
       link.rank = value_at<int64_t>(body, sizeof(uint64_t));
       callers_.erase(link.rank);
-      for (const std::string& news : recent_) link.out += framed(kNews, news);
+      for (const std::string& event : recent_) link.out += framed(kEventMessage, event);
     } else {
       ::close(std::exchange(link.fd, -1));
     }
-  } else if (kind == kBeatMessage) {
-    listener_.on_beat(link.rank, body);
-  } else if (kind == kNews) {
-    hear_news(body);
+  } else if (kind == kHeartbeatMessage) {
+    listener_.on_heartbeat(link.rank, body);
+  } else if (kind == kEventMessage) {
+    hear_event(body);
   }
 }
 
-void Peers::hear_news(const std::string& body) {
+void Peers::hear_event(const std::string& body) {
   constexpr size_t kHead = 2 * sizeof(int64_t);
   if (!heard_.emplace(value_at<int64_t>(body, 0), value_at<int64_t>(body, 8)).second) return;
   pass_on(body);
-  listener_.on_news(body.substr(std::min(kHead, body.size())));
+  listener_.on_event(body.substr(std::min(kHead, body.size())));
 }
 
 void Peers::write(Link& link) {

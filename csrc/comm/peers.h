@@ -35,9 +35,9 @@ class Peers {
  public:
   // Called on the thread.
   struct Listener {
-    std::function<std::string()> beat;  // what neighbours shall know of this rank
-    std::function<void(int64_t rank, const std::string& beat)> on_beat;
-    std::function<void(const std::string& news)> on_news;
+    std::function<std::string()> heartbeat;  // what neighbours shall know of this rank
+    std::function<void(int64_t rank, const std::string& heartbeat)> on_heartbeat;
+    std::function<void(const std::string& event)> on_event;
     // A neighbour's connection has ended. `lost`: because nothing has been acknowledged for too
     // long.
     std::function<void(int64_t rank, bool lost)> on_closed;
@@ -57,10 +57,10 @@ class Peers {
   std::vector<int64_t> connect(const std::vector<PeerAddress>& all, int64_t rank,
                                Listener listener);
   // Sends an event to every other rank. Any thread.
-  void flood(const std::string& news);
-  // Returns once all pending messages have been handed to the system, or after `patience`. Any
+  void flood(const std::string& event);
+  // Returns once all pending messages have been handed to the system, or after `timeout`. Any
   // thread but the own one.
-  void flush(std::chrono::milliseconds patience);
+  void flush(std::chrono::milliseconds timeout);
   // Sends pending messages, for a moment at most, and ends all connections.
   void close();
   // In a process that was forked: drops the connections, which would stay open as long as the child
@@ -81,7 +81,7 @@ class Peers {
     std::string in;
     std::string out;
     Clock::time_point heard;  // from it, last
-    Clock::time_point told;   // its last beat
+    Clock::time_point told;   // its last heartbeat
     bool lost = false;
   };
 
@@ -89,13 +89,13 @@ class Peers {
   void wake() const;
   bool is_all_sent() const;
   bool has_unsent();
-  void beat();
+  void heartbeat();
   void take_queued();
   void accept_all();
   void read(Link& link);
   void parse(Link& link);
   void hear(Link& link, char kind, const std::string& body);
-  void hear_news(const std::string& body);
+  void hear_event(const std::string& body);
   void write(Link& link);
   void drop_closed();
   void pass_on(const std::string& body);
@@ -113,8 +113,8 @@ class Peers {
   // Held by the thread while it looks at them, for abandon(). Locked before the queue's.
   std::mutex links_mutex_;
   std::vector<Link> links_;
-  std::set<std::pair<int64_t, int64_t>> heard_;  // the thread's: origin and number of news
-  std::deque<std::string> recent_;  // the thread's: news, for neighbours that come late
+  std::set<std::pair<int64_t, int64_t>> heard_;  // the thread's: origin and number of events
+  std::deque<std::string> recent_;  // the thread's: events, for neighbours that come late
   std::set<int64_t> callers_;       // the thread's: neighbours whose call has not come yet
   std::mutex queue_mutex_;
   std::deque<std::string> queued_;

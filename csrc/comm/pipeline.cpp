@@ -35,12 +35,12 @@ class OnWorker final : public InFlight {
 
 class OnStream final : public InFlight {
  public:
-  OnStream(std::shared_ptr<Links> links, c10::Stream stream)
-      : links_(std::move(links)), stream_(stream), done_(stream.device_type()) {
+  OnStream(std::shared_ptr<Stages> stages, c10::Stream stream)
+      : stages_(std::move(stages)), stream_(stream), done_(stream.device_type()) {
     done_.record(stream);
   }
 
-  // A chain without a waiter still uses its buffers, and their memory goes back to a stream that
+  // A pipeline without a waiter still uses its buffers, and their memory goes back to a stream that
   // must have come past it.
   ~OnStream() override {
     try {
@@ -64,27 +64,28 @@ class OnStream final : public InFlight {
   }
 
  private:
-  std::shared_ptr<Links> links_;
+  std::shared_ptr<Stages> stages_;
   c10::Stream stream_;
   c10::Event done_;
   bool waited_ = false;
 };
 
-// The links after the first one, which is under way.
-class Rest {
+// The stages after the first one, which is under way.
+class RemainingStages {
  public:
-  Rest(std::shared_ptr<Links> links, std::unique_ptr<InFlight> first, const Groups& groups)
-      : links_(std::move(links)), current_(std::move(first)), groups_(groups) {}
+  RemainingStages(std::shared_ptr<Stages> stages, std::unique_ptr<InFlight> first,
+                  const Groups& groups)
+      : stages_(std::move(stages)), current_(std::move(first)), groups_(groups) {}
 
   bool step() {
     current_->wait();
     ++index_;
-    current_ = links_->start(index_, *groups_[std::min(index_, groups_.size() - 1)]);
+    current_ = stages_->start(index_, *groups_[std::min(index_, groups_.size() - 1)]);
     return current_ != nullptr;
   }
 
  private:
-  std::shared_ptr<Links> links_;
+  std::shared_ptr<Stages> stages_;
   std::unique_ptr<InFlight> current_;
   Groups groups_;
   size_t index_ = 0;
@@ -133,21 +134,22 @@ std::unique_ptr<InFlight> all_of(std::vector<std::unique_ptr<InFlight>> parts) {
   return std::make_unique<AllOf>(std::move(parts));
 }
 
-std::unique_ptr<InFlight> Chains::run(std::shared_ptr<Links> links, at::Device device) {
-  FS_ASSERT(links->count() <= groups_.size(), "a chain of ", links->count(),
-            " links needs as many ", "process groups, but there are ", groups_.size());
-  return device.is_cpu() ? run_on_worker(std::move(links)) : run_on_stream(links, device);
+std::unique_ptr<InFlight> Pipelines::run(std::shared_ptr<Stages> stages, at::Device device) {
+  FS_ASSERT(stages->count() <= groups_.size(), "a pipeline of ", stages->count(),
+            " stages needs as many ", "process groups, but there are ", groups_.size());
+  return device.is_cpu() ? run_on_worker(std::move(stages)) : run_on_stream(stages, device);
 }
 
-std::unique_ptr<InFlight> Chains::run_on_worker(std::shared_ptr<Links> links) {
+std::unique_ptr<InFlight> Pipelines::run_on_worker(std::shared_ptr<Stages> stages) {
   if (!worker_) worker_ = std::make_unique<Worker>();
-  auto first = links->start(0, *groups_.front());
-  const auto rest = std::make_shared<Rest>(std::move(links), std::move(first), groups_);
-  return std::make_unique<OnWorker>(worker_->submit([rest] { return rest->step(); }));
+  auto first = stages->start(0, *groups_.front());
+  const auto remaining =
+      std::make_shared<RemainingStages>(std::move(stages), std::move(first), groups_);
+  return std::make_unique<OnWorker>(worker_->submit([remaining] { return remaining->step(); }));
 }
 
-std::unique_ptr<InFlight> Chains::run_on_stream(const std::shared_ptr<Links>& links,
-                                                at::Device device) {
+std::unique_ptr<InFlight> Pipelines::run_on_stream(const std::shared_ptr<Stages>& stages,
+                                                   at::Device device) {
   const c10::impl::VirtualGuardImpl backend(device.type());
   while (streams_.size() < kStreams) {
     streams_.push_back(backend.getStreamFromGlobalPool(device, /*isHighPriority=*/true));
@@ -157,12 +159,12 @@ std::unique_ptr<InFlight> Chains::run_on_stream(const std::shared_ptr<Links>& li
   packed.record(backend.getStream(device));
   packed.block(stream);
   const c10::StreamGuard on_stream(stream);
-  for (size_t i = 0; i <= links->count(); ++i) {
-    const auto current = links->start(i, *groups_[std::min(i, groups_.size() - 1)]);
+  for (size_t i = 0; i <= stages->count(); ++i) {
+    const auto current = stages->start(i, *groups_[std::min(i, groups_.size() - 1)]);
     if (!current) break;
     current->wait();
   }
-  return std::make_unique<OnStream>(links, stream);
+  return std::make_unique<OnStream>(stages, stream);
 }
 
 }  // namespace fastsync::comm

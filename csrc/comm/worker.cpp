@@ -26,7 +26,7 @@ struct Threads {
 
 }  // namespace
 
-// A thread that has chains, until it has none or its process leaves it.
+// A thread that has pipelines, until it has none or its process leaves it.
 class Worker::Busy {
  public:
   Busy() : left_(Threads::of_process().left) {}
@@ -40,8 +40,8 @@ class Worker::Busy {
   void end() {
     if (std::exchange(busy_, false)) --Threads::of_process().busy;
   }
-  // Does not return where the process has left this thread: destroying what a chain holds would use
-  // torch, too.
+  // Does not return where the process has left this thread: destroying what a pipeline holds would
+  // use torch, too.
   void go_on() {
     if (left_ == Threads::of_process().left) return;
     end();
@@ -53,13 +53,13 @@ class Worker::Busy {
   uint64_t left_;
 };
 
-void Worker::leave_all(std::chrono::milliseconds patience, const std::function<void()>& wake) {
+void Worker::leave_all(std::chrono::milliseconds timeout, const std::function<void()>& wake) {
   Threads& all = Threads::of_process();
   if (all.process != getpid()) return;
   ++all.left;
   if (all.busy == 0) return;
   wake();
-  const auto end = std::chrono::steady_clock::now() + patience;
+  const auto end = std::chrono::steady_clock::now() + timeout;
   while (all.busy != 0 && std::chrono::steady_clock::now() < end) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -124,16 +124,17 @@ std::shared_ptr<Ticket> Worker::submit(Step step) {
   auto ticket = std::make_shared<Ticket>();
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->waiting.push_back(Chain{std::move(step), ticket});
+    state_->waiting.push_back(Pipeline{std::move(step), ticket});
   }
   state_->changed.notify_all();
   return ticket;
 }
 
-// At most one new chain joins between two rounds, so that no two chains are ever at the same link.
+// At most one new pipeline joins between two rounds, so that no two pipelines are ever at the same
+// stage.
 void Worker::run(const std::shared_ptr<State>& state) {
   name_this_thread("fastsync-comm");
-  std::deque<Chain> active;
+  std::deque<Pipeline> active;
   Busy busy;
   while (true) {
     if (active.empty()) busy.end();
@@ -155,21 +156,21 @@ void Worker::run(const std::shared_ptr<State>& state) {
   }
 }
 
-// Youngest first: its current collective was started before the older chains' latest ones.
-void Worker::advance(State& state, std::deque<Chain>& active, Busy& busy) {
-  for (auto chain = active.rbegin(); chain != active.rend(); ++chain) {
-    if (!chain->ticket) continue;  // ended before an older, longer one
+// Youngest first: its current collective was started before the older pipelines' latest ones.
+void Worker::advance(State& state, std::deque<Pipeline>& active, Busy& busy) {
+  for (auto pipeline = active.rbegin(); pipeline != active.rend(); ++pipeline) {
+    if (!pipeline->ticket) continue;  // ended before an older, longer one
     bool more = false;
     try {
       if (state.broken) std::rethrow_exception(state.broken);
-      more = chain->step();
+      more = pipeline->step();
     } catch (...) {
       state.broken = std::current_exception();
     }
     busy.go_on();
     if (more) continue;
-    chain->step = nullptr;  // frees what it held before anyone learns of the end
-    std::exchange(chain->ticket, nullptr)->finish(state.broken);
+    pipeline->step = nullptr;  // frees what it held before anyone learns of the end
+    std::exchange(pipeline->ticket, nullptr)->finish(state.broken);
   }
   while (!active.empty() && !active.front().ticket) active.pop_front();
 }

@@ -33,7 +33,7 @@ void DeviceMonitor::follow(Ended ended, What what) {
   if (closed_) return;
   drop_ended();
   marks_.push_back(std::make_shared<Mark>(
-      Mark{std::move(ended), std::move(what), Clock::now(), listener_.patience()}));
+      Mark{std::move(ended), std::move(what), Clock::now(), listener_.backoff()}));
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
 }
 
@@ -72,7 +72,7 @@ void DeviceMonitor::run() {
     const bool overdue = is_overdue(*oldest);
     lock.unlock();
     const Pending pending{oldest->what(), newest->what(), seconds_since(oldest->since), overdue,
-                          oldest->patience};
+                          oldest->backoff};
     const bool found = listener_.find(pending);
     lock.lock();
     if (found) return end(lock);
@@ -83,7 +83,7 @@ void DeviceMonitor::run() {
 bool DeviceMonitor::is_suspicious(std::unique_lock<std::mutex>& lock) {
   if (marks_.empty()) return false;
   const Mark& oldest = *marks_.front();
-  const bool is_late = seconds_since(oldest.since) >= oldest.patience.next;
+  const bool is_late = seconds_since(oldest.since) >= oldest.backoff.next;
   if (is_late || is_overdue(oldest)) return true;
   lock.unlock();
   const bool troubled = listener_.is_troubled();

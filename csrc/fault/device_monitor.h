@@ -45,19 +45,19 @@ class DeviceMonitor {
   // Whether a device has passed a mark.
   using Ended = std::function<bool()>;
   // Describes the expected collective; called only if other ranks may be at fault.
-  using What = std::function<Wanted()>;
+  using What = std::function<ExpectedCollective()>;
 
   // The marks that the device has not passed.
   struct Pending {
-    Wanted oldest;
-    Wanted newest;
+    ExpectedCollective oldest;
+    ExpectedCollective newest;
     double seconds = 0;    // since the oldest mark was made
     bool overdue = false;  // the backend is about to give up
-    Patience& patience;    // for the oldest
+    Backoff& backoff;      // for the oldest
   };
-  // All but `patience` are called from the monitor's thread, without its lock.
+  // All but `backoff` are called from the monitor's thread, without its lock.
   struct Listener {
-    std::function<Patience()> patience;
+    std::function<Backoff()> backoff;
     std::function<bool()> is_troubled;         // a rank has ended, or may have
     std::function<bool(const Pending&)> find;  // whether there is a fault, which it reports
     std::function<bool()> is_known_to_script;
@@ -79,7 +79,7 @@ class DeviceMonitor {
     Ended ended;
     What what;
     Clock::time_point since;
-    Patience patience;
+    Backoff backoff;
   };
 
   void run();

@@ -21,14 +21,14 @@ std::string named(const Names& names, int64_t index) {
              : "";
 }
 
-std::string of_backward(const Standing& at, const Names& names) {
+std::string of_backward(const ProgressSnapshot& at, const Names& names) {
   if (at.buckets == 0) return "";
   const std::string name = named(names, at.param);
   return concat(name.empty() ? "" : concat(", last gradient '", name, "'"), ", ", at.bucket, " of ",
                 at.buckets, " buckets sent");
 }
 
-std::string place_of(const Standing& at, const Names& names) {
+std::string place_of(const ProgressSnapshot& at, const Names& names) {
   const int64_t step = at.step + 1;
   switch (static_cast<Phase>(at.phase)) {
     case Phase::kForward:
@@ -63,7 +63,7 @@ std::string place_of(const Standing& at, const Names& names) {
 
 }  // namespace
 
-std::string activity(const Standing& at, const Names& names) {
+std::string activity(const ProgressSnapshot& at, const Names& names) {
   const std::string place = place_of(at, names);
   return codes_long(at) ? concat(place, "; its codec has been at work for ", tenths(at.coding))
                         : place;
@@ -97,19 +97,19 @@ const char* name_of(int64_t phase) {
   }
 }
 
-const char* remedy_for(News::Kind kind, bool joins) {
+const char* remedy_for(FaultEvent::Kind kind, bool joins) {
   switch (kind) {
-    case News::Kind::kDied:
+    case FaultEvent::Kind::kDied:
       return "Look at what it printed, and in the system's log for the out-of-memory killer; then "
              "restart from a checkpoint";
-    case News::Kind::kLost:
+    case FaultEvent::Kind::kLost:
       return "Look at its machine, and at the network to it; then restart from a checkpoint";
-    case News::Kind::kRaised:
+    case FaultEvent::Kind::kRaised:
       return "Mend that error: it is the cause, and those of the other ranks follow from it";
-    case News::Kind::kEnded:
+    case FaultEvent::Kind::kEnded:
       return joins ? "Give every rank as many steps, or train within model.join()"
                    : "Give every rank as many steps";
-    case News::Kind::kGaveUp:
+    case FaultEvent::Kind::kGaveUp:
       return "The cause is what that rank says";
     default:
       return "Find out what it waits for; the timeout of init_process_group() says how long others "
@@ -117,17 +117,17 @@ const char* remedy_for(News::Kind kind, bool joins) {
   }
 }
 
-std::vector<int64_t> causes_of(const News& news, int64_t hearer) {
+std::vector<int64_t> causes_of(const FaultEvent& event, int64_t hearer) {
   std::vector<int64_t> causes;
-  std::copy_if(news.blames.begin(), news.blames.end(), std::back_inserter(causes),
+  std::copy_if(event.causes.begin(), event.causes.end(), std::back_inserter(causes),
                [hearer](int64_t rank) { return rank != hearer; });
-  return causes.empty() ? std::vector<int64_t>{news.about} : causes;
+  return causes.empty() ? std::vector<int64_t>{event.about} : causes;
 }
 
 namespace {
 
 // "in step 6", or "after step 5" where the step has ended.
-std::string step_of(const Standing& at) {
+std::string step_of(const ProgressSnapshot& at) {
   switch (static_cast<Phase>(at.phase)) {
     case Phase::kBetweenSteps:
     case Phase::kPlanning:
@@ -141,37 +141,37 @@ std::string step_of(const Standing& at) {
 
 // Returns the position of a rank that others report on, and the age of its own last report if that
 // matters.
-std::string reported(const News& news, const Standing* at, const Names& names,
-                     const Standing* mine) {
+std::string reported(const FaultEvent& event, const ProgressSnapshot* at, const Names& names,
+                     const ProgressSnapshot* mine) {
   if (at == nullptr) return "";
   const std::string then = activity(*at, names);
-  const std::string earlier = concat(tenths(news.age), " earlier");
+  const std::string earlier = concat(tenths(event.age), " earlier");
   if (mine != nullptr && at->step < mine->step) {
     return concat(" ", step_of(*mine), " (", earlier, " it was ", then, ")");
   }
-  constexpr int64_t kRecent = 1000;  // milliseconds: ten beats
-  return news.age < kRecent ? concat(" ", then) : concat(" ", then, ", as it said ", earlier);
+  constexpr int64_t kRecent = 1000;  // milliseconds: ten heartbeats
+  return event.age < kRecent ? concat(" ", then) : concat(" ", then, ", as it said ", earlier);
 }
 
 }  // namespace
 
-std::string describe(const News& news, const Standing* at, const Names& names,
-                     const Standing* mine) {
+std::string describe(const FaultEvent& event, const ProgressSnapshot* at, const Names& names,
+                     const ProgressSnapshot* mine) {
   const std::string where = at == nullptr ? "" : concat(" ", activity(*at, names));
-  const std::string rank = concat("rank ", news.about);
-  switch (news.kind) {
-    case News::Kind::kEnded:
+  const std::string rank = concat("rank ", event.about);
+  switch (event.kind) {
+    case FaultEvent::Kind::kEnded:
       return concat(rank, " ended its script", where);
-    case News::Kind::kRaised:
-      return concat(rank, " raised ", news.text, where);
-    case News::Kind::kGaveUp:
-      return concat(rank, " gave up", where, ": ", news.text);
-    case News::Kind::kLost:
-    case News::Kind::kDied:
-      return concat(rank, " ", news.text, reported(news, at, names, mine));
-    case News::Kind::kSilent:
-      return concat(rank, " ", news.text.empty() ? "does not answer" : news.text,
-                    reported(news, at, names, mine));
+    case FaultEvent::Kind::kRaised:
+      return concat(rank, " raised ", event.text, where);
+    case FaultEvent::Kind::kGaveUp:
+      return concat(rank, " gave up", where, ": ", event.text);
+    case FaultEvent::Kind::kLost:
+    case FaultEvent::Kind::kDied:
+      return concat(rank, " ", event.text, reported(event, at, names, mine));
+    case FaultEvent::Kind::kSilent:
+      return concat(rank, " ", event.text.empty() ? "does not answer" : event.text,
+                    reported(event, at, names, mine));
     default:
       return concat(rank, " is late: it is", where.empty() ? " not there yet" : where);
   }
@@ -181,10 +181,10 @@ std::string describe(const News& news, const Standing* at, const Names& names,
 
 namespace {
 
-std::string encode(const std::vector<Standing>& standings) {
+std::string encode(const std::vector<ProgressSnapshot>& progress) {
   std::string bytes;
-  put_word(bytes, static_cast<int64_t>(standings.size()));
-  for (const Standing& each : standings) {
+  put_word(bytes, static_cast<int64_t>(progress.size()));
+  for (const ProgressSnapshot& each : progress) {
     for (const int64_t value : {each.step, each.phase, each.bucket, each.buckets, each.param,
                                 each.issued, each.coding, each.kinds}) {
       put_word(bytes, value);
@@ -193,10 +193,10 @@ std::string encode(const std::vector<Standing>& standings) {
   return bytes;
 }
 
-std::vector<Standing> take_standings(const std::string& bytes, size_t& at) {
-  std::vector<Standing> result;
+std::vector<ProgressSnapshot> take_progress(const std::string& bytes, size_t& at) {
+  std::vector<ProgressSnapshot> result;
   for (int64_t left = take_word(bytes, at); left > 0 && at < bytes.size(); --left) {
-    Standing each;
+    ProgressSnapshot each;
     for (int64_t* value : {&each.step, &each.phase, &each.bucket, &each.buckets, &each.param,
                            &each.issued, &each.coding, &each.kinds}) {
       *value = take_word(bytes, at);
@@ -208,53 +208,53 @@ std::vector<Standing> take_standings(const std::string& bytes, size_t& at) {
 
 }  // namespace
 
-Beat decode_beat(const std::string& bytes) {
+Heartbeat decode_heartbeat(const std::string& bytes) {
   size_t at = 0;
-  Beat beat;
-  beat.standings = take_standings(bytes, at);
+  Heartbeat heartbeat;
+  heartbeat.progress = take_progress(bytes, at);
   while (at < bytes.size()) {
     const auto size = static_cast<size_t>(take_word(bytes, at));
-    beat.paces.push_back(bytes.substr(at, size));
-    at += beat.paces.back().size();
+    heartbeat.step_timings.push_back(bytes.substr(at, size));
+    at += heartbeat.step_timings.back().size();
   }
-  return beat;
+  return heartbeat;
 }
 
-std::string encode(const Beat& beat) {
-  std::string bytes = encode(beat.standings);
-  for (const std::string& pace : beat.paces) {
-    put_word(bytes, static_cast<int64_t>(pace.size()));
-    bytes += pace;
+std::string encode(const Heartbeat& heartbeat) {
+  std::string bytes = encode(heartbeat.progress);
+  for (const std::string& step_timing : heartbeat.step_timings) {
+    put_word(bytes, static_cast<int64_t>(step_timing.size()));
+    bytes += step_timing;
   }
   return bytes;
 }
 
-std::string encode(const News& news) {
+std::string encode(const FaultEvent& event) {
   std::string bytes;
   for (const int64_t value :
-       {static_cast<int64_t>(news.kind), news.about, news.model, news.issued, news.age}) {
+       {static_cast<int64_t>(event.kind), event.about, event.model, event.issued, event.age}) {
     put_word(bytes, value);
   }
-  bytes += encode(news.standings);
-  put_word(bytes, static_cast<int64_t>(news.blames.size()));
-  for (const int64_t rank : news.blames) put_word(bytes, rank);
-  return bytes + news.text;
+  bytes += encode(event.progress);
+  put_word(bytes, static_cast<int64_t>(event.causes.size()));
+  for (const int64_t rank : event.causes) put_word(bytes, rank);
+  return bytes + event.text;
 }
 
-News decode_news(const std::string& bytes) {
+FaultEvent decode_event(const std::string& bytes) {
   size_t at = 0;
-  News news;
-  news.kind = static_cast<News::Kind>(take_word(bytes, at));
-  news.about = take_word(bytes, at);
-  news.model = take_word(bytes, at);
-  news.issued = take_word(bytes, at);
-  news.age = take_word(bytes, at);
-  news.standings = take_standings(bytes, at);
+  FaultEvent event;
+  event.kind = static_cast<FaultEvent::Kind>(take_word(bytes, at));
+  event.about = take_word(bytes, at);
+  event.model = take_word(bytes, at);
+  event.issued = take_word(bytes, at);
+  event.age = take_word(bytes, at);
+  event.progress = take_progress(bytes, at);
   for (int64_t left = take_word(bytes, at); left > 0 && at < bytes.size(); --left) {
-    news.blames.push_back(take_word(bytes, at));
+    event.causes.push_back(take_word(bytes, at));
   }
-  news.text = bytes.substr(std::min(at, bytes.size()));
-  return news;
+  event.text = bytes.substr(std::min(at, bytes.size()));
+  return event;
 }
 
 }  // namespace fastsync::engine

@@ -39,9 +39,9 @@ std::string rounded(double seconds) {
 }
 
 // An ended rank may not have sent the data of collectives that it had issued.
-Wanted anything_of(Wanted wanted) {
-  wanted.issued = kUncounted;
-  return wanted;
+ExpectedCollective anything_of(ExpectedCollective expected) {
+  expected.issued = kUncounted;
+  return expected;
 }
 
 std::string join(const std::vector<std::string>& parts, const char* between) {
@@ -53,20 +53,20 @@ std::string join(const std::vector<std::string>& parts, const char* between) {
 }  // namespace
 
 // Returns the ended ranks that count as faults by now.
-std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted, Clock::duration grace,
-                                                  bool with_lost) const {
+std::vector<FaultWatch::Report> FaultWatch::ended(const ExpectedCollective& expected,
+                                                  Clock::duration grace, bool with_lost) const {
   std::vector<Report> first;
   std::vector<Report> secondary;
   if (!disturbed_) return first;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [rank, report] : ends_) {
     const auto since = Clock::now() - report.came;
-    const bool missing = lacks(report.news, wanted);
-    if (report.news.kind == News::Kind::kGaveUp) {
-      const bool parted = report.news.issued == kUncounted;
+    const bool missing = lacks(report.event, expected);
+    if (report.event.kind == FaultEvent::Kind::kGaveUp) {
+      const bool parted = report.event.issued == kUncounted;
       if ((missing || parted) && since >= 2 * grace) secondary.push_back(report);
-    } else if (is_hearsay(report.news.kind)) {
-      const bool counts = with_lost || report.news.kind != News::Kind::kLost;
+    } else if (is_reported_by_peer(report.event.kind)) {
+      const bool counts = with_lost || report.event.kind != FaultEvent::Kind::kLost;
       if (since >= grace && counts) first.push_back(report);
     } else if (missing || since >= kIssuedGrace) {
       first.push_back(report);
@@ -80,25 +80,25 @@ std::vector<FaultWatch::Report> FaultWatch::ended(const Wanted& wanted, Clock::d
 // which ranks it waited for. If all ranks have issued the collective, the cause is a rank whose
 // codec runs for long, or a rank that lacks a later collective of this rank: collectives of several
 // buckets take turns.
-std::vector<FaultWatch::Report> FaultWatch::late(const Wanted& wanted) const {
+std::vector<FaultWatch::Report> FaultWatch::late(const ExpectedCollective& expected) const {
   std::vector<Report> causes;
   std::vector<Report> coding;
   std::vector<Report> waiting;
   std::vector<Report> behind;
   const std::lock_guard<std::mutex> lock(mutex_);
-  const Wanted newest = newest_of(wanted);
+  const ExpectedCollective newest = newest_of(expected);
   for (const auto& [rank, report] : late_) {
     const auto end = ends_.find(rank);
-    const bool gave_up = end != ends_.end() && end->second.news.kind == News::Kind::kGaveUp;
-    if (!wants(wanted, rank) || gave_up) continue;
-    const bool waits_too = waits(report.news, wanted);
-    if (report.news.kind == News::Kind::kSilent) {
+    const bool gave_up = end != ends_.end() && end->second.event.kind == FaultEvent::Kind::kGaveUp;
+    if (!expects(expected, rank) || gave_up) continue;
+    const bool waits_too = waits(report.event, expected);
+    if (report.event.kind == FaultEvent::Kind::kSilent) {
       causes.push_back(report);
-    } else if (is_counted(wanted) && codes_long(report.news, wanted)) {
+    } else if (is_counted(expected) && codes_long(report.event, expected)) {
       coding.push_back(report);
-    } else if (is_counted(wanted) && lacks(report.news, wanted)) {
+    } else if (is_counted(expected) && lacks(report.event, expected)) {
       (waits_too ? waiting : causes).push_back(report);
-    } else if (is_counted(wanted) && lacks(report.news, newest) && !waits_too) {
+    } else if (is_counted(expected) && lacks(report.event, newest) && !waits_too) {
       behind.push_back(report);
     }
   }
@@ -108,29 +108,31 @@ std::vector<FaultWatch::Report> FaultWatch::late(const Wanted& wanted) const {
   return behind;
 }
 
-// Under `mutex_`. Returns `wanted` extended to all collectives that this rank has issued.
-Wanted FaultWatch::newest_of(Wanted wanted) const {
-  if (is_counted(wanted) && wanted.model < models_.size()) {
-    const int64_t issued = models_[wanted.model].progress->now().issued;
-    wanted.issued = std::max(wanted.issued, issued);
+// Under `mutex_`. Returns `expected` extended to all collectives that this rank has issued.
+ExpectedCollective FaultWatch::newest_of(ExpectedCollective expected) const {
+  if (is_counted(expected) && expected.model < models_.size()) {
+    const int64_t issued = models_[expected.model].progress->now().issued;
+    expected.issued = std::max(expected.issued, issued);
   }
-  return wanted;
+  return expected;
 }
 
-void FaultWatch::ask(const Wanted& wanted) {
-  News question{News::Kind::kAsked, rank_, static_cast<int64_t>(wanted.model), 0, {}, ""};
+void FaultWatch::ask(const ExpectedCollective& expected) {
+  FaultEvent question{
+      FaultEvent::Kind::kAsked, rank_, static_cast<int64_t>(expected.model), 0, {}, ""};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     late_.clear();
-    question.issued = newest_of(wanted).issued;
+    question.issued = newest_of(expected).issued;
   }
   tell(question);
   answer(question);
 }
 
-void FaultWatch::wait(const Wanted& wanted, const std::function<bool(milliseconds)>& arrives) {
+void FaultWatch::wait(const ExpectedCollective& expected,
+                      const std::function<bool(milliseconds)>& arrives) {
   const auto start = Clock::now();
-  Patience patience = new_patience();
+  Backoff backoff = new_backoff();
   while (!arrives(kSlice)) {
     try {
       interpreter_.check_signals();
@@ -138,7 +140,7 @@ void FaultWatch::wait(const Wanted& wanted, const std::function<bool(millisecond
       interrupted_ = true;
       throw;
     }
-    look(wanted, seconds_of(Clock::now() - start), patience);
+    look(expected, seconds_of(Clock::now() - start), backoff);
   }
 }
 
@@ -161,25 +163,26 @@ bool FaultWatch::find_ended(Clock::duration unheard) {
   });
 }
 
-void FaultWatch::look(const Wanted& wanted, double waited, Patience& patience) {
-  const auto fault = find_fault(wanted, wanted, waited, patience);
+void FaultWatch::look(const ExpectedCollective& expected, double waited, Backoff& backoff) {
+  const auto fault = find_fault(expected, expected, waited, backoff);
   if (fault) raise(*fault);
 }
 
-std::optional<Fault> FaultWatch::find_fault(const Wanted& wanted, const Wanted& newest,
-                                            double waited, Patience& patience) {
+std::optional<Fault> FaultWatch::find_fault(const ExpectedCollective& expected,
+                                            const ExpectedCollective& newest, double waited,
+                                            Backoff& backoff) {
   find_ended(kUnheard);
   const bool long_ago = waited >= seconds_of(kLostGrace);
   const std::vector<Report> gone = ended(newest, kDeathGrace, long_ago);
-  if (!gone.empty()) return fault_of(gone, wanted, waited, "");
-  if (auto parted = find_mismatch(wanted, waited)) return parted;
-  if (waited >= patience.next && !patience.asked) {
-    ask(wanted);
-    patience.asked = true;
-  } else if (patience.asked && waited >= patience.next + seconds_of(kAnswers)) {
-    if (auto lone = find_lone_gather(wanted, waited)) return lone;
-    const bool at_last = waited >= patience.next + seconds_of(kLastAnswers);
-    if (warn(wanted, waited, at_last)) patience = {patience.next * kDistance};
+  if (!gone.empty()) return fault_of(gone, expected, waited, "");
+  if (auto parted = find_mismatch(expected, waited)) return parted;
+  if (waited >= backoff.next && !backoff.asked) {
+    ask(expected);
+    backoff.asked = true;
+  } else if (backoff.asked && waited >= backoff.next + seconds_of(kAnswers)) {
+    if (auto lone = find_lone_gather(expected, waited)) return lone;
+    const bool at_last = waited >= backoff.next + seconds_of(kLastAnswers);
+    if (warn(expected, waited, at_last)) backoff = {backoff.next * kDistance};
   }
   return std::nullopt;
 }
@@ -234,15 +237,16 @@ bool gathers_tensor(const std::string& stack) {
 }  // namespace
 
 // Finds a neighbour that has issued other kinds of collectives than this rank.
-std::optional<Fault> FaultWatch::find_mismatch(const Wanted& wanted, double waited) const {
+std::optional<Fault> FaultWatch::find_mismatch(const ExpectedCollective& expected,
+                                               double waited) const {
   std::optional<Mismatch> found;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (wanted.model >= models_.size()) return std::nullopt;
-    const Progress& own = *models_[wanted.model].progress;
+    if (expected.model >= models_.size()) return std::nullopt;
+    const Progress& own = *models_[expected.model].progress;
     for (const auto& [rank, neighbour] : neighbours_) {
-      if (wanted.model >= neighbour.standings.size()) continue;
-      const Kinds theirs = Kinds::of(neighbour.standings[wanted.model].kinds);
+      if (expected.model >= neighbour.progress.size()) continue;
+      const Kinds theirs = Kinds::of(neighbour.progress[expected.model].kinds);
       if (const auto ours = own.kinds_of(theirs.issued)) {
         found = mismatch_of(rank_, *ours, rank, theirs);
       }
@@ -254,19 +258,20 @@ std::optional<Fault> FaultWatch::find_mismatch(const Wanted& wanted, double wait
   fault.ranks = {found->evaluation ? found->more : found->fewer};
   fault.reason = found->evaluation ? "evaluates alone" : "has made another number of backwards";
   fault.text = concat("fastsync: ", description(*found), ". Rank ", rank_, " waited ",
-                      rounded(waited), " in ", wanted.place, ". ", remedy(*found));
+                      rounded(waited), " in ", expected.label, ". ", remedy(*found));
   fault.seconds = waited;
   fault.parts = true;
   return fault;
 }
 
 // Finds a late rank that gathers a whole tensor, for which it needs this rank, which waits.
-std::optional<Fault> FaultWatch::find_lone_gather(const Wanted& wanted, double waited) const {
-  if (!wanted.sharded) return std::nullopt;
+std::optional<Fault> FaultWatch::find_lone_gather(const ExpectedCollective& expected,
+                                                  double waited) const {
+  if (!expected.sharded) return std::nullopt;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [rank, report] : late_) {
-    const News& news = report.news;
-    if (!lacks(news, wanted) || !gathers_tensor(news.text)) continue;
+    const FaultEvent& event = report.event;
+    if (!lacks(event, expected) || !gathers_tensor(event.text)) continue;
     Fault fault;
     fault.ranks = {rank};
     fault.reason = "gathers a whole tensor alone";
@@ -274,8 +279,8 @@ std::optional<Fault> FaultWatch::find_lone_gather(const Wanted& wanted, double w
                         " gathers a whole tensor by full_tensor(), which "
                         "needs every rank, and rank ",
                         rank_, " is not there: it has waited ", rounded(waited), " in ",
-                        wanted.place, ". Either have every rank call full_tensor(), or ",
-                        kWholeCopy, ".\nRank ", rank, ":\n", news.text);
+                        expected.label, ". Either have every rank call full_tensor(), or ",
+                        kWholeCopy, ".\nRank ", rank, ":\n", event.text);
     fault.seconds = waited;
     fault.parts = true;
     return fault;
@@ -285,35 +290,37 @@ std::optional<Fault> FaultWatch::find_lone_gather(const Wanted& wanted, double w
 
 // Throws once a rank is known to have ended. Waits for a moment, and longer if an end is to be
 // expected.
-void FaultWatch::await_end(const Wanted& wanted, const std::string& error, double waited) {
+void FaultWatch::await_end(const ExpectedCollective& expected, const std::string& error,
+                           double waited) {
   const auto start = Clock::now();
-  milliseconds patience = tells_of_death(error) ? kIssuedGrace : kAnswers;
-  for (Clock::duration passed{}; passed < patience; passed = Clock::now() - start) {
+  milliseconds backoff = tells_of_death(error) ? kIssuedGrace : kAnswers;
+  for (Clock::duration passed{}; passed < backoff; passed = Clock::now() - start) {
     // A rank's exit reason, if it sent one, arrives before its end is noticed.
     const bool silence_tells = passed >= kDeathGrace;
-    if (find_ended(silence_tells ? Clock::duration{} : kUnheard)) patience = kIssuedGrace;
-    std::vector<Report> gone = ended(wanted, Clock::duration{});
-    if (gone.empty() && silence_tells) gone = ended(anything_of(wanted), Clock::duration{});
-    const bool known = !gone.empty() && gone.front().news.kind != News::Kind::kGaveUp;
-    if (known) raise(fault_of(gone, wanted, waited, error));
+    if (find_ended(silence_tells ? Clock::duration{} : kUnheard)) backoff = kIssuedGrace;
+    std::vector<Report> gone = ended(expected, Clock::duration{});
+    if (gone.empty() && silence_tells) gone = ended(anything_of(expected), Clock::duration{});
+    const bool known = !gone.empty() && gone.front().event.kind != FaultEvent::Kind::kGaveUp;
+    if (known) raise(fault_of(gone, expected, waited, error));
     std::this_thread::sleep_for(milliseconds(10));
   }
 }
 
-void FaultWatch::explain(const Wanted& wanted, const std::string& error, double waited) {
+void FaultWatch::explain(const ExpectedCollective& expected, const std::string& error,
+                         double waited) {
   if (!delivered_) check_agreement();  // the error follows from aborted communicators
   if (!is_networks(error)) return;
-  ask(wanted);
-  await_end(wanted, error, waited);
-  std::vector<Report> found = ended(anything_of(wanted), Clock::duration{});
-  const bool knows = !found.empty() && found.front().news.kind != News::Kind::kGaveUp;
+  ask(expected);
+  await_end(expected, error, waited);
+  std::vector<Report> found = ended(anything_of(expected), Clock::duration{});
+  const bool knows = !found.empty() && found.front().event.kind != FaultEvent::Kind::kGaveUp;
   // A rank whose timeout has passed closes its connections; to ranks whose timeout has not, that
   // looks like a death.
   if (!knows && (tells_of_time(error) || waited >= options_.warn_after)) {
-    std::vector<Report> causes = late(wanted);
+    std::vector<Report> causes = late(expected);
     if (!causes.empty()) found = std::move(causes);
   }
-  if (!found.empty()) raise(fault_of(found, wanted, waited, error));
+  if (!found.empty()) raise(fault_of(found, expected, waited, error));
 }
 
 void FaultWatch::check_agreement() {
@@ -331,23 +338,24 @@ std::vector<std::pair<int64_t, std::string>> FaultWatch::gone() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [rank, report] : ends_) {
     const bool is_certain =
-        !is_hearsay(report.news.kind) || Clock::now() - report.came >= kDeathGrace;
-    if (is_certain) ranks.emplace_back(rank, describe(report.news, nullptr, {}, nullptr));
+        !is_reported_by_peer(report.event.kind) || Clock::now() - report.came >= kDeathGrace;
+    if (is_certain) ranks.emplace_back(rank, describe(report.event, nullptr, {}, nullptr));
   }
   return ranks;
 }
 
 // Returns the first expected rank that waits and is not late itself, in the order of
-// `wanted.ranks`; this rank if all of them are late.
-int64_t FaultWatch::speaker_of(const Wanted& wanted, const std::vector<Report>& late) const {
-  std::vector<int64_t> ranks = wanted.ranks;
+// `expected.ranks`; this rank if all of them are late.
+int64_t FaultWatch::speaker_of(const ExpectedCollective& expected,
+                               const std::vector<Report>& late) const {
+  std::vector<int64_t> ranks = expected.ranks;
   if (ranks.empty()) {
     ranks.resize(members_.size());
     std::iota(ranks.begin(), ranks.end(), 0);
   }
   for (const int64_t rank : ranks) {
     const bool is_late = std::any_of(late.begin(), late.end(), [rank](const Report& report) {
-      return report.news.about == rank;
+      return report.event.about == rank;
     });
     if (!is_late) return rank;
   }
@@ -356,41 +364,41 @@ int64_t FaultWatch::speaker_of(const Wanted& wanted, const std::vector<Report>& 
 
 // Prints the warning of all waiting ranks, on one of them. Returns whether the time for it has
 // come: if no rank is known to be late, not before `at_last`.
-bool FaultWatch::warn(const Wanted& wanted, double waited, bool at_last) const {
-  std::vector<Report> reports = late(wanted);
-  if (reports.empty()) reports = ended(wanted, Clock::duration{});  // lost ones may have sent
+bool FaultWatch::warn(const ExpectedCollective& expected, double waited, bool at_last) const {
+  std::vector<Report> reports = late(expected);
+  if (reports.empty()) reports = ended(expected, Clock::duration{});  // lost ones may have sent
   if (reports.empty() && !at_last) return false;
-  if (speaker_of(wanted, reports) != rank_) return true;
+  if (speaker_of(expected, reports) != rank_) return true;
   std::string text = concat("fastsync: rank ", rank_, " has waited ", rounded(waited));
-  text += concat(" in ", wanted.place, "\n");
+  text += concat(" in ", expected.label, "\n");
   for (size_t i = 0; i < std::min(reports.size(), kMostNamed); ++i) {
-    text += concat("fastsync:   ", words_for(reports[i].news, wanted.model), "\n");
-    if (reports[i].news.kind == News::Kind::kLate) text += reports[i].news.text;
+    text += concat("fastsync:   ", words_for(reports[i].event, expected.model), "\n");
+    if (reports[i].event.kind == FaultEvent::Kind::kLate) text += reports[i].event.text;
   }
   if (reports.size() > kMostNamed) {
     text += concat("fastsync:   and ", reports.size() - kMostNamed, " more ranks\n");
   }
-  if (reports.empty() && is_counted(wanted)) {
+  if (reports.empty() && is_counted(expected)) {
     text += "fastsync:   no rank says that it is late: the network or the backend is slow\n";
   }
   std::fputs(text.c_str(), stderr);
   return true;
 }
 
-Fault FaultWatch::fault_of(const std::vector<Report>& reports, const Wanted& wanted, double waited,
-                           const std::string& error) const {
-  const News& first = reports.front().news;
+Fault FaultWatch::fault_of(const std::vector<Report>& reports, const ExpectedCollective& expected,
+                           double waited, const std::string& error) const {
+  const FaultEvent& first = reports.front().event;
   Fault fault;
   std::vector<std::string> descriptions;
   std::string stacks;
   std::set<int64_t> ranks;
   for (const Report& report : reports) {
-    const std::vector<int64_t> causes = causes_of(report.news, rank_);
+    const std::vector<int64_t> causes = causes_of(report.event, rank_);
     ranks.insert(causes.begin(), causes.end());
     if (descriptions.size() == kMostNamed) continue;
-    descriptions.push_back(words_for(report.news, wanted.model));
-    if (report.news.kind == News::Kind::kLate && !report.news.text.empty()) {
-      stacks += concat("\nRank ", report.news.about, ":\n", report.news.text);
+    descriptions.push_back(words_for(report.event, expected.model));
+    if (report.event.kind == FaultEvent::Kind::kLate && !report.event.text.empty()) {
+      stacks += concat("\nRank ", report.event.about, ":\n", report.event.text);
     }
   }
   fault.ranks.assign(ranks.begin(), ranks.end());
@@ -399,15 +407,15 @@ Fault FaultWatch::fault_of(const std::vector<Report>& reports, const Wanted& wan
   }
   fault.text =
       concat("fastsync: ", join(descriptions, "; "), ". Rank ", rank_, " waited ", rounded(waited),
-             " in ", wanted.place, ". ", remedy_for(first.kind, wanted.joins), ".",
+             " in ", expected.label, ". ", remedy_for(first.kind, expected.joins), ".",
              error.empty() ? "" : concat(" (The backend says: ", error, ")"), stacks);
-  size_t model = wanted.model;
-  const Standing* at = standing_of(first, model);
+  size_t model = expected.model;
+  const ProgressSnapshot* at = progress_of(first, model);
   fault.phase = at == nullptr ? "" : name_of(at->phase);
-  fault.bucket = wanted.bucket;
-  fault.parameters = wanted.parameters;
+  fault.bucket = expected.bucket;
+  fault.parameters = expected.parameters;
   fault.seconds = waited;
-  fault.reason = first.kind == News::Kind::kLate ? "is late" : first.text;
+  fault.reason = first.kind == FaultEvent::Kind::kLate ? "is late" : first.text;
   return fault;
 }
 
@@ -433,26 +441,26 @@ bool FaultWatch::give_up(const Fault& fault) {
     failed_ = true;
   }
   if (survives_) return true;
-  tell({News::Kind::kGaveUp, rank_, 0, fault.parts ? kUncounted : 0, standings(),
+  tell({FaultEvent::Kind::kGaveUp, rank_, 0, fault.parts ? kUncounted : 0, progress(),
         concat("SyncFault: ", fault.text.substr(0, fault.text.find('\n'))), fault.ranks});
   peers_.flush(kWordsLeave);
   return true;
 }
 
-std::string FaultWatch::words_for(const News& news, size_t model) const {
-  const Standing* at = standing_of(news, model);
+std::string FaultWatch::words_for(const FaultEvent& event, size_t model) const {
+  const ProgressSnapshot* at = progress_of(event, model);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (model >= models_.size()) return describe(news, at, {}, nullptr);
-  const Standing mine = models_[model].progress->now();
+  if (model >= models_.size()) return describe(event, at, {}, nullptr);
+  const ProgressSnapshot mine = models_[model].progress->now();
   // A host that does not wait may be in a later step than the ranks that have reported.
-  return describe(news, at, models_[model].names, follows_ ? nullptr : &mine);
+  return describe(event, at, models_[model].names, follows_ ? nullptr : &mine);
 }
 
 // -- on devices --
 
 DeviceMonitor::Listener FaultWatch::device_listener() {
   DeviceMonitor::Listener listener;
-  listener.patience = [this] { return new_patience(); };
+  listener.backoff = [this] { return new_backoff(); };
   listener.is_troubled = [this] { return is_troubled(); };
   listener.find = [this](const DeviceMonitor::Pending& pending) { return find_on_device(pending); };
   listener.is_known_to_script = [this] { return is_known_to_script(); };
@@ -477,9 +485,9 @@ bool FaultWatch::is_troubled() {
 
 bool FaultWatch::find_on_device(const DeviceMonitor::Pending& pending) {
   if (failed_) return true;
-  const auto& [oldest, newest, seconds, overdue, patience] = pending;
-  auto fault = find_fault(oldest, newest, seconds, patience);
-  if (!fault && overdue) fault = find_overdue(oldest, seconds, patience);
+  const auto& [oldest, newest, seconds, overdue, backoff] = pending;
+  auto fault = find_fault(oldest, newest, seconds, backoff);
+  if (!fault && overdue) fault = find_overdue(oldest, seconds, backoff);
   if (!fault) return false;
   if (give_up(*fault)) std::fputs((fault->text + "\n").c_str(), stderr);
   return true;
@@ -487,16 +495,16 @@ bool FaultWatch::find_on_device(const DeviceMonitor::Pending& pending) {
 
 // Blames the late ranks just before the timeout of a backend, which would end this process and
 // report less.
-std::optional<Fault> FaultWatch::find_overdue(const Wanted& wanted, double waited,
-                                              Patience& patience) {
-  if (patience.last_asked == 0) {
-    ask(wanted);
-    patience.last_asked = waited;
+std::optional<Fault> FaultWatch::find_overdue(const ExpectedCollective& expected, double waited,
+                                              Backoff& backoff) {
+  if (backoff.last_asked == 0) {
+    ask(expected);
+    backoff.last_asked = waited;
   }
-  if (waited < patience.last_asked + seconds_of(kAnswers)) return std::nullopt;
-  const std::vector<Report> reports = late(wanted);
+  if (waited < backoff.last_asked + seconds_of(kAnswers)) return std::nullopt;
+  const std::vector<Report> reports = late(expected);
   if (reports.empty()) return std::nullopt;
-  return fault_of(reports, wanted, waited, "");
+  return fault_of(reports, expected, waited, "");
 }
 
 // A script that is leaving counts, too: it comes back by itself.

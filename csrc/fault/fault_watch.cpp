@@ -26,7 +26,7 @@ FaultWatch::FaultWatch(const std::string& host, Options options, Interpreter int
       interpreter_(std::move(interpreter)),
       peers_(host, milliseconds_of(options.lost_after)),
       monitor_(device_listener()) {
-  models_.push_back({places_, {}, nullptr});
+  models_.push_back({wait_scopes_, {}, nullptr});
 }
 
 FaultWatch::~FaultWatch() {
@@ -46,44 +46,46 @@ std::vector<int64_t> FaultWatch::connect(std::vector<Member> members, int64_t ra
     neighbours_[other].heard = Clock::now();
   }
   comm::Peers::Listener listener;
-  listener.beat = [this] { return beat(); };
-  listener.on_beat = [this](int64_t other, const std::string& beat) { on_beat(other, beat); };
-  listener.on_news = [this](const std::string& news) { on_news(news); };
+  listener.heartbeat = [this] { return heartbeat(); };
+  listener.on_heartbeat = [this](int64_t other, const std::string& heartbeat) {
+    on_heartbeat(other, heartbeat);
+  };
+  listener.on_event = [this](const std::string& event) { on_event(event); };
   listener.on_closed = [this](int64_t other, bool lost) { on_closed(other, lost); };
   announce_termination(concat("fastsync: rank ", rank, " ends: SIGTERM\n"));
   return peers_.connect(addresses, rank, std::move(listener));
 }
 
 size_t FaultWatch::add(std::shared_ptr<const Progress> progress, Names names,
-                       std::shared_ptr<PaceBoard> board) {
+                       std::shared_ptr<StepTimingBoard> board) {
   const std::lock_guard<std::mutex> lock(mutex_);
   models_.push_back({std::move(progress), std::move(names), std::move(board)});
   return models_.size() - 1;
 }
 
-std::vector<Standing> FaultWatch::standings() const {
+std::vector<ProgressSnapshot> FaultWatch::progress() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<Standing> all;
+  std::vector<ProgressSnapshot> all;
   for (const Model& model : models_) all.push_back(model.progress->now());
   return all;
 }
 
-std::string FaultWatch::beat() const {
-  Beat beat{standings(), {}};
+std::string FaultWatch::heartbeat() const {
+  Heartbeat heartbeat{progress(), {}};
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const Model& model : models_) {
-    beat.paces.push_back(model.board ? model.board->encode() : "");
+    heartbeat.step_timings.push_back(model.board ? model.board->encode() : "");
   }
-  return encode(beat);
+  return encode(heartbeat);
 }
 
-void FaultWatch::on_beat(int64_t rank, const std::string& bytes) {
-  Beat beat = decode_beat(bytes);
+void FaultWatch::on_heartbeat(int64_t rank, const std::string& bytes) {
+  Heartbeat heartbeat = decode_heartbeat(bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (size_t i = 0; i < std::min(models_.size(), beat.paces.size()); ++i) {
-    if (models_[i].board) models_[i].board->merge(beat.paces[i]);
+  for (size_t i = 0; i < std::min(models_.size(), heartbeat.step_timings.size()); ++i) {
+    if (models_[i].board) models_[i].board->merge(heartbeat.step_timings[i]);
   }
-  neighbours_[rank] = {std::move(beat.standings), Clock::now()};
+  neighbours_[rank] = {std::move(heartbeat.progress), Clock::now()};
 }
 
 void FaultWatch::on_closed(int64_t rank, bool lost) {
@@ -101,78 +103,79 @@ int64_t FaultWatch::age_of(const Neighbour& neighbour) {
 
 // A process of this machine may only have lost a connection, or may end a moment after closing it.
 void FaultWatch::find_end(int64_t rank, bool lost) {
-  News news{News::Kind::kDied, rank, 0, 0, {}, "ended without a word"};
+  FaultEvent event{FaultEvent::Kind::kDied, rank, 0, 0, {}, "ended without a word"};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (left_ || ends_.count(rank) != 0) return;
-    news.standings = neighbours_[rank].standings;
-    news.age = age_of(neighbours_[rank]);
+    event.progress = neighbours_[rank].progress;
+    event.age = age_of(neighbours_[rank]);
   }
   if (is_here(rank)) {
     const ProcessEnd end = end_of_process(members_[static_cast<size_t>(rank)].process);
     if (end.lives) return;
-    if (!end.how.empty()) news.text = end.how;
+    if (!end.how.empty()) event.text = end.how;
   } else if (lost) {
-    news.kind = News::Kind::kLost;
-    news.text = "was lost with its machine, or with the network to it,";
+    event.kind = FaultEvent::Kind::kLost;
+    event.text = "was lost with its machine, or with the network to it,";
   }
-  note(news);
-  tell(news);
+  note(event);
+  tell(event);
 }
 
-void FaultWatch::on_news(const std::string& bytes) {
-  News news = decode_news(bytes);
-  if (news.kind == News::Kind::kAsked) {
-    answer(news);
-  } else if (is_hearsay(news.kind) && news.about == rank_) {
-    tell({News::Kind::kAlive, rank_, 0, 0, {}, ""});
+void FaultWatch::on_event(const std::string& bytes) {
+  FaultEvent event = decode_event(bytes);
+  if (event.kind == FaultEvent::Kind::kAsked) {
+    answer(event);
+  } else if (is_reported_by_peer(event.kind) && event.about == rank_) {
+    tell({FaultEvent::Kind::kAlive, rank_, 0, 0, {}, ""});
   } else {
-    note(std::move(news));
+    note(std::move(event));
   }
 }
 
 // Reports this rank if it is behind or delayed by its codec. Reports silent neighbours, too,
 // whatever they have issued: a stopped rank may not have sent its data.
-void FaultWatch::answer(const News& question) {
-  const Wanted wanted{static_cast<size_t>(question.model), question.issued, -1, "", {}};
-  News mine{News::Kind::kLate, rank_, question.model, question.issued, standings(), ""};
-  const bool codes = codes_long(mine, wanted);
-  if (is_counted(wanted) && (codes || lacks(mine, wanted)) && question.about != rank_) {
-    mine.text = stack(codes ? coder_of(wanted.model) : main_thread_);
+void FaultWatch::answer(const FaultEvent& question) {
+  const ExpectedCollective expected{
+      static_cast<size_t>(question.model), question.issued, -1, "", {}};
+  FaultEvent mine{FaultEvent::Kind::kLate, rank_, question.model, question.issued, progress(), ""};
+  const bool codes = codes_long(mine, expected);
+  if (is_counted(expected) && (codes || lacks(mine, expected)) && question.about != rank_) {
+    mine.text = stack(codes ? coder_of(expected.model) : main_thread_);
     tell(mine);
   }
-  std::vector<News> silent;
+  std::vector<FaultEvent> silent;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [rank, neighbour] : neighbours_) {
       if (Clock::now() - neighbour.heard < kSilence || ends_.count(rank) != 0) continue;
-      silent.push_back({News::Kind::kSilent, rank, 0, 0, neighbour.standings, ""});
+      silent.push_back({FaultEvent::Kind::kSilent, rank, 0, 0, neighbour.progress, ""});
       silent.back().age = age_of(neighbour);
     }
   }
-  for (News& news : silent) {
-    const int64_t process = members_[static_cast<size_t>(news.about)].process;
-    if (is_here(news.about) && is_stopped(process)) news.text = "is stopped (SIGSTOP, SIGTSTP)";
-    note(news);
-    tell(std::move(news));
+  for (FaultEvent& event : silent) {
+    const int64_t process = members_[static_cast<size_t>(event.about)].process;
+    if (is_here(event.about) && is_stopped(process)) event.text = "is stopped (SIGSTOP, SIGTSTP)";
+    note(event);
+    tell(std::move(event));
   }
 }
 
-void FaultWatch::tell(News news) { peers_.flood(encode(news)); }
+void FaultWatch::tell(FaultEvent event) { peers_.flood(encode(event)); }
 
-void FaultWatch::note(News news) {
+void FaultWatch::note(FaultEvent event) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const int64_t rank = news.about;
-  if (news.kind == News::Kind::kAlive) {
+  const int64_t rank = event.about;
+  if (event.kind == FaultEvent::Kind::kAlive) {
     ends_.erase(rank);
-  } else if (is_end(news.kind)) {
+  } else if (is_end(event.kind)) {
     const auto known = ends_.find(rank);
     // A rank's own report tells more than its closed connections, and its first report tells most.
-    const bool better = known == ends_.end() || is_hearsay(known->second.news.kind);
-    if (better) ends_[rank] = {std::move(news), Clock::now()};
+    const bool better = known == ends_.end() || is_reported_by_peer(known->second.event.kind);
+    if (better) ends_[rank] = {std::move(event), Clock::now()};
     disturbed_ = true;
   } else {
-    late_[rank] = {std::move(news), Clock::now()};
+    late_[rank] = {std::move(event), Clock::now()};
   }
 }
 
@@ -197,37 +200,37 @@ void FaultWatch::leave(Leaving how, const std::string& why) {
   // Unaware: the script does not know of the fault, but its communicators are aborted.
   const bool unaware = failed_ && !delivered_;
   if (how == Leaving::kRaises && unaware) how = Leaving::kGivesUp;
-  News news{News::Kind::kEnded, rank_, 0, 0, standings(), why};
-  if (how == Leaving::kRaises) news.kind = News::Kind::kRaised;
+  FaultEvent event{FaultEvent::Kind::kEnded, rank_, 0, 0, progress(), why};
+  if (how == Leaving::kRaises) event.kind = FaultEvent::Kind::kRaised;
   if (how == Leaving::kGivesUp) {
-    news.kind = News::Kind::kGaveUp;
-    if (failed_) news.blames = first_fault().ranks;
+    event.kind = FaultEvent::Kind::kGaveUp;
+    if (failed_) event.causes = first_fault().ranks;
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (std::exchange(left_, true)) return;
   }
   if (how == Leaving::kEnds && unaware) end_process();  // the run has not succeeded
-  tell(news);
+  tell(event);
 }
 
-void FaultWatch::outlast(milliseconds patience) const {
+void FaultWatch::wait_for_peer_exit(milliseconds backoff) const {
   if (process_ != getpid()) return;
   std::vector<Report> causes;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [rank, report] : ends_) {
-      const News::Kind kind = report.news.kind;
-      const bool ends = kind != News::Kind::kGaveUp && kind != News::Kind::kLost;
+      const FaultEvent::Kind kind = report.event.kind;
+      const bool ends = kind != FaultEvent::Kind::kGaveUp && kind != FaultEvent::Kind::kLost;
       if (ends && is_here(rank)) causes.push_back(report);
     }
   }
   if (causes.empty()) return;
-  const auto limit = Clock::now() + patience;
+  const auto limit = Clock::now() + backoff;
   auto seen = Clock::time_point::min();
   for (const Report& cause : causes) {
     seen = std::max(seen, cause.came);
-    const int64_t process = members_[static_cast<size_t>(cause.news.about)].process;
+    const int64_t process = members_[static_cast<size_t>(cause.event.about)].process;
     while (end_of_process(process).lives && Clock::now() < limit) {
       std::this_thread::sleep_for(kPause);
       seen = Clock::now();

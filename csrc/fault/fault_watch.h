@@ -91,24 +91,25 @@ class FaultWatch {
   // Connects to all ranks of the group. Returns the ranks that could not be reached. Must be called
   // on the thread whose stack reports are to show.
   std::vector<int64_t> connect(std::vector<Member> members, int64_t rank);
-  // Progress through the places where Python brings all ranks together: model `kPlaces`.
-  Progress& places() { return *places_; }
+  // Progress through the wait scopes of Python: model `kWaitScopes`.
+  Progress& wait_scopes() { return *wait_scopes_; }
   // Adds a model of the group, in the same order on every rank. Returns its number. `board`:
   // collects which ranks the others wait for; null: not collected.
   size_t add(std::shared_ptr<const Progress> progress, Names names,
-             std::shared_ptr<PaceBoard> board = nullptr);
+             std::shared_ptr<StepTimingBoard> board = nullptr);
 
   // Returns once `arrives`, which waits at most for the time that it is given, returns true. Throws
   // the interpreter's exception if an expected rank has ended or a signal has come. Warns of late
   // ranks.
-  void wait(const Wanted& wanted, const std::function<bool(std::chrono::milliseconds)>& arrives);
+  void wait(const ExpectedCollective& expected,
+            const std::function<bool(std::chrono::milliseconds)>& arrives);
   // One check, for callers with a wait loop of their own: throws if an expected rank has ended, and
   // warns when it is time. `waited`: seconds.
-  void look(const Wanted& wanted, double waited, Patience& patience);
-  Patience new_patience() const { return {options_.warn_after}; }
+  void look(const ExpectedCollective& expected, double waited, Backoff& backoff);
+  Backoff new_backoff() const { return {options_.warn_after}; }
   // Throws if it is known which rank caused `error`, with which a backend has failed. `waited`:
   // seconds.
-  void explain(const Wanted& wanted, const std::string& error, double waited);
+  void explain(const ExpectedCollective& expected, const std::string& error, double waited);
   // From now on ranks may go on after an error of this watch. A rank that cannot tells the others
   // itself that it gives up.
   void survive() { survives_ = true; }
@@ -131,8 +132,8 @@ class FaultWatch {
   void leave(Leaving how, const std::string& why);
   // Delays this rank's exit after an error that other, ending ranks have caused: returns once those
   // of this machine have ended and their launcher has had time to see that they ended first; after
-  // `patience` at the latest.
-  void outlast(std::chrono::milliseconds patience) const;
+  // `timeout` at the latest.
+  void wait_for_peer_exit(std::chrono::milliseconds timeout) const;
   // Closes the connections.
   void close();
   // Lets go of the connections, in a forked process.
@@ -140,62 +141,64 @@ class FaultWatch {
 
  private:
   struct Report {
-    News news;
+    FaultEvent event;
     Clock::time_point came;
   };
   struct Neighbour {
-    std::vector<Standing> standings;
+    std::vector<ProgressSnapshot> progress;
     Clock::time_point heard;
     bool closed = false;  // its connection
   };
   struct Model {
     std::shared_ptr<const Progress> progress;
     Names names;
-    std::shared_ptr<PaceBoard> board;
+    std::shared_ptr<StepTimingBoard> board;
   };
 
-  std::vector<Standing> standings() const;
-  std::string beat() const;
-  void on_beat(int64_t rank, const std::string& bytes);
+  std::vector<ProgressSnapshot> progress() const;
+  std::string heartbeat() const;
+  void on_heartbeat(int64_t rank, const std::string& bytes);
   void on_closed(int64_t rank, bool lost);
-  void on_news(const std::string& bytes);
-  void answer(const News& question);
-  void tell(News news);
-  void note(News news);
+  void on_event(const std::string& bytes);
+  void answer(const FaultEvent& question);
+  void tell(FaultEvent event);
+  void note(FaultEvent event);
   pthread_t coder_of(size_t model) const;
   std::string stack(pthread_t thread) const;
   bool is_here(int64_t rank) const;
   static int64_t age_of(const Neighbour& neighbour);
   void find_end(int64_t rank, bool lost);
   bool find_ended(Clock::duration unheard);
-  void await_end(const Wanted& wanted, const std::string& error, double waited);
-  void ask(const Wanted& wanted);
+  void await_end(const ExpectedCollective& expected, const std::string& error, double waited);
+  void ask(const ExpectedCollective& expected);
   // Returns the fault of another rank that makes further waiting useless, if there is one. Warns of
   // late ranks when it is time. `newest`: the last collective that cannot end without the other
   // ranks.
-  std::optional<Fault> find_fault(const Wanted& wanted, const Wanted& newest, double waited,
-                                  Patience& patience);
-  std::optional<Fault> find_mismatch(const Wanted& wanted, double waited) const;
-  std::optional<Fault> find_lone_gather(const Wanted& wanted, double waited) const;
-  std::optional<Fault> find_overdue(const Wanted& wanted, double waited, Patience& patience);
+  std::optional<Fault> find_fault(const ExpectedCollective& expected,
+                                  const ExpectedCollective& newest, double waited,
+                                  Backoff& backoff);
+  std::optional<Fault> find_mismatch(const ExpectedCollective& expected, double waited) const;
+  std::optional<Fault> find_lone_gather(const ExpectedCollective& expected, double waited) const;
+  std::optional<Fault> find_overdue(const ExpectedCollective& expected, double waited,
+                                    Backoff& backoff);
   DeviceMonitor::Listener device_listener();
   bool is_troubled();
   bool find_on_device(const DeviceMonitor::Pending& pending);
   bool is_known_to_script() const;
   [[noreturn]] void end_process() const;
-  std::vector<Report> ended(const Wanted& wanted, Clock::duration grace,
+  std::vector<Report> ended(const ExpectedCollective& expected, Clock::duration grace,
                             bool with_lost = true) const;
-  std::vector<Report> late(const Wanted& wanted) const;
-  Wanted newest_of(Wanted wanted) const;
-  bool warn(const Wanted& wanted, double waited, bool at_last) const;
-  int64_t speaker_of(const Wanted& wanted, const std::vector<Report>& late) const;
-  Fault fault_of(const std::vector<Report>& reports, const Wanted& wanted, double waited,
-                 const std::string& error) const;
+  std::vector<Report> late(const ExpectedCollective& expected) const;
+  ExpectedCollective newest_of(ExpectedCollective expected) const;
+  bool warn(const ExpectedCollective& expected, double waited, bool at_last) const;
+  int64_t speaker_of(const ExpectedCollective& expected, const std::vector<Report>& late) const;
+  Fault fault_of(const std::vector<Report>& reports, const ExpectedCollective& expected,
+                 double waited, const std::string& error) const;
   [[noreturn]] void raise(const Fault& fault);
   // Records the fault and tells the others. Returns false if this rank has given up before.
   bool give_up(const Fault& fault);
   Fault first_fault() const;
-  std::string words_for(const News& news, size_t model) const;
+  std::string words_for(const FaultEvent& event, size_t model) const;
 
   Options options_;
   Interpreter interpreter_;
@@ -203,7 +206,7 @@ class FaultWatch {
   pthread_t main_thread_{};
   int64_t rank_ = 0;
   std::vector<Member> members_;
-  const std::shared_ptr<Progress> places_ = std::make_shared<Progress>();
+  const std::shared_ptr<Progress> wait_scopes_ = std::make_shared<Progress>();
 
   mutable std::mutex mutex_;  // of what follows
   std::vector<Model> models_;

@@ -33,7 +33,7 @@ enum class Phase : int64_t {
 };
 
 // A copy of the progress.
-struct Standing {
+struct ProgressSnapshot {
   int64_t step = 0;     // synchronised steps made so far
   int64_t phase = 0;    // of `Phase`
   int64_t bucket = 0;   // sent in this step; while waiting, the awaited bucket or unit
@@ -80,7 +80,7 @@ class Progress {
     Progress& progress_;
   };
 
-  Standing now() const {
+  ProgressSnapshot now() const {
     return {get(kStep),  get(kPhase),  get(kBucket), get(kBuckets),
             get(kParam), get(kIssued), coding(),     get(kKinds)};
   }

@@ -35,7 +35,7 @@ Times mean(std::vector<Times> steps) {
 
 }  // namespace
 
-Activity Pace::reach(Activity activity) {
+Activity StepTiming::reach(Activity activity) {
   const int64_t time = now();
   if (since_ != 0) {
     times_[static_cast<size_t>(activity_)] += time - since_;
@@ -47,12 +47,12 @@ Activity Pace::reach(Activity activity) {
   return before;
 }
 
-void Pace::restart() {
+void StepTiming::restart() {
   since_ = now();
   times_ = {};
 }
 
-std::optional<Times> Pace::end_step(int64_t steps) {
+std::optional<Times> StepTiming::end_step(int64_t steps) {
   reach(Activity::kBetweenSteps);
   const int64_t window = (steps - 1) / kWindow;
   if (window != window_) steps_.clear();

@@ -21,7 +21,7 @@ enum class Activity : uint8_t {
 constexpr size_t kActivities = 5;
 using Times = std::array<int64_t, kActivities>;  // nanoseconds, by activity
 
-class Pace {
+class StepTiming {
  public:
   // Steps over which times are averaged. Windows begin after the same steps on every rank.
   static constexpr int64_t kWindow = 50;
@@ -47,13 +47,14 @@ class Pace {
 // Keeps the rank in `activity` while it lives.
 class Lap {
  public:
-  Lap(Pace& pace, Activity activity) : pace_(pace), before_(pace.reach(activity)) {}
-  ~Lap() { pace_.reach(before_); }
+  Lap(StepTiming& step_timing, Activity activity)
+      : timing_(step_timing), before_(step_timing.reach(activity)) {}
+  ~Lap() { timing_.reach(before_); }
   Lap(const Lap&) = delete;
   Lap& operator=(const Lap&) = delete;
 
  private:
-  Pace& pace_;
+  StepTiming& timing_;
   Activity before_;
 };
 

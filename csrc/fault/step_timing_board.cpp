@@ -13,7 +13,7 @@ using Lock = std::lock_guard<std::mutex>;
 constexpr size_t kRecords = 9;  // one more than the ranks of a slow machine of eight
 // Windows that are kept: a report may take longer to spread than a window of short steps.
 constexpr size_t kWindows = 8;
-constexpr int kLastBeats = 20;  // that repeat a complete window
+constexpr int kLastHeartbeats = 20;  // that repeat a complete window
 constexpr int64_t kWordBits = 64;
 
 size_t words_for(int64_t ranks) { return static_cast<size_t>((ranks + kWordBits - 1) / kWordBits); }
@@ -24,14 +24,14 @@ int64_t count(const std::vector<int64_t>& bits) {
   return all;
 }
 
-bool waits_less(const PaceRecord& a, const PaceRecord& b) {
+bool waits_less(const StepTimingRecord& a, const StepTimingRecord& b) {
   constexpr auto kWaits = static_cast<size_t>(Activity::kWaiting);
   return std::pair(a.times[kWaits], a.rank) < std::pair(b.times[kWaits], b.rank);
 }
 
-void merge_records(std::vector<PaceRecord>& into, const std::vector<PaceRecord>& from) {
-  for (const PaceRecord& record : from) {
-    const bool known = std::any_of(into.begin(), into.end(), [&](const PaceRecord& other) {
+void merge_records(std::vector<StepTimingRecord>& into, const std::vector<StepTimingRecord>& from) {
+  for (const StepTimingRecord& record : from) {
+    const bool known = std::any_of(into.begin(), into.end(), [&](const StepTimingRecord& other) {
       return other.rank == record.rank;
     });
     if (!known) into.push_back(record);
@@ -42,7 +42,7 @@ void merge_records(std::vector<PaceRecord>& into, const std::vector<PaceRecord>&
 
 }  // namespace
 
-void PaceBoard::post(int64_t steps, const Times& times) {
+void StepTimingBoard::post(int64_t steps, const Times& times) {
   std::vector<int64_t> told(words_for(ranks_));
   told[static_cast<size_t>(rank_ / kWordBits)] |=
       static_cast<int64_t>(uint64_t{1} << static_cast<uint64_t>(rank_ % kWordBits));
@@ -51,8 +51,8 @@ void PaceBoard::post(int64_t steps, const Times& times) {
 }
 
 // Under the lock.
-void PaceBoard::add(int64_t steps, const std::vector<int64_t>& told, bool complete,
-                    const std::vector<PaceRecord>& records) {
+void StepTimingBoard::add(int64_t steps, const std::vector<int64_t>& told, bool complete,
+                          const std::vector<StepTimingRecord>& records) {
   Window& window = windows_[steps];
   window.told.resize(words_for(ranks_));
   for (size_t i = 0; i < std::min(told.size(), window.told.size()); ++i) window.told[i] |= told[i];
@@ -65,18 +65,18 @@ void PaceBoard::add(int64_t steps, const std::vector<int64_t>& told, bool comple
 
 // Per window: the steps; the number of words of the set of ranks, and the words; the number of
 // records, and the records. No words: the set holds all ranks.
-std::string PaceBoard::encode() {
+std::string StepTimingBoard::encode() {
   const Lock lock(mutex_);
   std::string bytes;
   for (auto& [steps, window] : windows_) {
-    if (window.complete && ++window.beats > kLastBeats) continue;
+    if (window.complete && ++window.heartbeats > kLastHeartbeats) continue;
     put_word(bytes, steps);
     put_word(bytes, window.complete ? 0 : static_cast<int64_t>(window.told.size()));
     if (!window.complete) {
       for (const int64_t word : window.told) put_word(bytes, word);
     }
     put_word(bytes, static_cast<int64_t>(window.earliest.size()));
-    for (const PaceRecord& record : window.earliest) {
+    for (const StepTimingRecord& record : window.earliest) {
       put_word(bytes, record.rank);
       for (const int64_t time : record.times) put_word(bytes, time);
     }
@@ -84,7 +84,7 @@ std::string PaceBoard::encode() {
   return bytes;
 }
 
-void PaceBoard::merge(const std::string& bytes) {
+void StepTimingBoard::merge(const std::string& bytes) {
   const Lock lock(mutex_);
   size_t at = 0;
   while (at < bytes.size()) {
@@ -94,9 +94,9 @@ void PaceBoard::merge(const std::string& bytes) {
     for (int64_t left = words; left > 0 && at < bytes.size(); --left) {
       told.push_back(take_word(bytes, at));
     }
-    std::vector<PaceRecord> records;
+    std::vector<StepTimingRecord> records;
     for (int64_t left = take_word(bytes, at); left > 0 && at < bytes.size(); --left) {
-      PaceRecord& record = records.emplace_back();
+      StepTimingRecord& record = records.emplace_back();
       record.rank = take_word(bytes, at);
       for (int64_t& time : record.times) time = take_word(bytes, at);
     }
@@ -104,15 +104,15 @@ void PaceBoard::merge(const std::string& bytes) {
   }
 }
 
-std::optional<PaceReport> PaceBoard::latest() const {
+std::optional<StepTimingReport> StepTimingBoard::latest() const {
   const Lock lock(mutex_);
   for (auto window = windows_.rbegin(); window != windows_.rend(); ++window) {
-    if (window->second.complete) return PaceReport{window->first, window->second.earliest};
+    if (window->second.complete) return StepTimingReport{window->first, window->second.earliest};
   }
   return std::nullopt;
 }
 
-bool PaceBoard::take_news() {
+bool StepTimingBoard::take_change() {
   const Lock lock(mutex_);
   for (auto window = windows_.rbegin(); window != windows_.rend(); ++window) {
     if (!window->second.complete) continue;

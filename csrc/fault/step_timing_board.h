@@ -17,20 +17,20 @@
 
 namespace fastsync::engine {
 
-struct PaceRecord {
+struct StepTimingRecord {
   int64_t rank = 0;
   Times times{};  // of a step
 };
 
 // The list for one window of steps.
-struct PaceReport {
-  int64_t steps = 0;                 // made by the end of the window
-  std::vector<PaceRecord> earliest;  // the ranks that wait least, in that order
+struct StepTimingReport {
+  int64_t steps = 0;                       // made by the end of the window
+  std::vector<StepTimingRecord> earliest;  // the ranks that wait least, in that order
 };
 
-class PaceBoard {
+class StepTimingBoard {
  public:
-  PaceBoard(int64_t rank, int64_t ranks) : rank_(rank), ranks_(ranks) {}
+  StepTimingBoard(int64_t rank, int64_t ranks) : rank_(rank), ranks_(ranks) {}
 
   // Adds this rank's means over the window that ended after `steps` steps.
   void post(int64_t steps, const Times& times);
@@ -40,20 +40,20 @@ class PaceBoard {
   void merge(const std::string& bytes);
 
   // Returns the report of the latest window that covers every rank.
-  std::optional<PaceReport> latest() const;
+  std::optional<StepTimingReport> latest() const;
   // Whether such a report has appeared since the last call.
-  bool take_news();
+  bool take_change();
 
  private:
   struct Window {
     std::vector<int64_t> told;  // bits, by rank: the ranks that the list covers
     bool complete = false;
-    int beats = 0;  // since it is complete
-    std::vector<PaceRecord> earliest;
+    int heartbeats = 0;  // since the window is complete
+    std::vector<StepTimingRecord> earliest;
   };
 
   void add(int64_t steps, const std::vector<int64_t>& told, bool complete,
-           const std::vector<PaceRecord>& records);
+           const std::vector<StepTimingRecord>& records);
 
   int64_t rank_;
   int64_t ranks_;

@@ -5,37 +5,37 @@
 
 namespace fastsync::engine {
 
-Visit::Visit(std::shared_ptr<FaultWatch> watch, Kind kind, const std::string& place,
-             std::vector<int64_t> ranks)
+WaitScope::WaitScope(std::shared_ptr<FaultWatch> watch, Kind kind, const std::string& label,
+                     std::vector<int64_t> ranks)
     : watch_(std::move(watch)),
       kind_(kind),
-      patience_(watch_->new_patience()),
-      before_(static_cast<Phase>(watch_->places().now().phase)),
+      backoff_(watch_->new_backoff()),
+      before_(static_cast<Phase>(watch_->wait_scopes().now().phase)),
       since_(FaultWatch::Clock::now()) {
-  Progress& places = watch_->places();
+  Progress& wait_scopes = watch_->wait_scopes();
   if (kind_ == Kind::kTogether) {
-    places.issue();
-    places.reach(Phase::kTogether);
+    wait_scopes.issue();
+    wait_scopes.reach(Phase::kTogether);
   } else if (kind_ == Kind::kWrapping) {
-    places.reach(Phase::kWrapping);
+    wait_scopes.reach(Phase::kWrapping);
   }
-  wanted_.model = kPlaces;
-  wanted_.issued = kind_ == Kind::kTogether ? places.issued() : kUncounted;
-  wanted_.place = place;
-  wanted_.ranks = std::move(ranks);
+  expected_.model = kWaitScopes;
+  expected_.issued = kind_ == Kind::kTogether ? wait_scopes.issued() : kUncounted;
+  expected_.label = label;
+  expected_.ranks = std::move(ranks);
 }
 
-double Visit::waited() const {
+double WaitScope::waited() const {
   return std::chrono::duration<double>(FaultWatch::Clock::now() - since_).count();
 }
 
-void Visit::look() { watch_->look(wanted_, waited(), patience_); }
+void WaitScope::look() { watch_->look(expected_, waited(), backoff_); }
 
-void Visit::explain(const std::string& error) { watch_->explain(wanted_, error, waited()); }
+void WaitScope::explain(const std::string& error) { watch_->explain(expected_, error, waited()); }
 
-void Visit::end(bool came) {
-  if (kind_ == Kind::kTogether && !came) watch_->places().take_back();
-  watch_->places().reach(before_);
+void WaitScope::end(bool came) {
+  if (kind_ == Kind::kTogether && !came) watch_->wait_scopes().take_back();
+  watch_->wait_scopes().reach(before_);
 }
 
 }  // namespace fastsync::engine

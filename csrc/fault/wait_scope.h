@@ -1,8 +1,8 @@
-// A place where Python brings all ranks together: a collective, a rendezvous, the creation of a
+// A stretch of Python that all ranks enter together: a collective, a rendezvous, the creation of a
 // process group.
 //
-// All ranks of a group reach the same places in the same order, so a rank that has reached fewer of
-// them is late.
+// All ranks of a group reach the same wait scopes in the same order, so a rank that has reached
+// fewer of them is late.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace fastsync::engine {
 
-class Visit {
+class WaitScope {
  public:
   enum class Kind : int64_t {
     kTogether,  // this rank waits for the others, each of which comes here, too
@@ -22,16 +22,16 @@ class Visit {
     kApart,     // this rank may wait; others need not come here as often
   };
 
-  // Enters the place that errors call `place`. `ranks`: the expected ones; empty: all.
-  Visit(std::shared_ptr<FaultWatch> watch, Kind kind, const std::string& place,
-        std::vector<int64_t> ranks);
+  // Enters the scope that errors call `label`. `ranks`: the expected ones; empty: all.
+  WaitScope(std::shared_ptr<FaultWatch> watch, Kind kind, const std::string& label,
+            std::vector<int64_t> ranks);
 
   // Checks the other ranks, called from time to time: throws if one has ended, warns of late ones.
   void look();
   // Throws if it is known which rank caused `error`, with which the backend has failed.
   void explain(const std::string& error);
-  // Leaves the place. `came`: the visit counts. It does not if the place has failed for a reason of
-  // its own, which is the same on all ranks.
+  // Leaves the scope. `came`: this rank's entry counts. It does not if the scope has failed for a
+  // reason of its own, which is the same on all ranks.
   void end(bool came);
 
  private:
@@ -39,8 +39,8 @@ class Visit {
 
   std::shared_ptr<FaultWatch> watch_;
   Kind kind_;
-  Wanted wanted_;
-  Patience patience_;
+  ExpectedCollective expected_;
+  Backoff backoff_;
   Phase before_;
   FaultWatch::Clock::time_point since_;
 };

@@ -53,7 +53,7 @@ void UnitPeers::join(std::shared_ptr<UnitLog> log, std::shared_ptr<FaultWatch> f
   if (faults_) watched_as_ = faults_->add(log_->progress(), std::move(names));
 }
 
-Movement::Movement(std::shared_ptr<UnitPeers> peers, std::shared_ptr<const UnitName> unit,
+Transfer::Transfer(std::shared_ptr<UnitPeers> peers, std::shared_ptr<const UnitName> unit,
                    Direction direction, int64_t bytes)
     : peers_(std::move(peers)), what_{std::move(unit), direction, peers_->watched_as()} {
   if (peers_->faults() != nullptr) peers_->faults()->check_agreement();
@@ -75,20 +75,20 @@ Movement::Movement(std::shared_ptr<UnitPeers> peers, std::shared_ptr<const UnitN
   mark(kStarted, bytes);
 }
 
-Mark Movement::mark_of(Event event) const {
+Mark Transfer::mark_of(Event event) const {
   const auto first = static_cast<uint8_t>(Mark::kGatherStarted);
   return static_cast<Mark>(first + 4 * static_cast<uint8_t>(what_.direction) + event);
 }
 
-void Movement::mark(Event event, int64_t bytes) const {
+void Transfer::mark(Event event, int64_t bytes) const {
   peers_->log().marks().mark(mark_of(event), what_.unit->number, bytes);
 }
 
-std::function<void()> Movement::on_done() const {
+std::function<void()> Transfer::on_done() const {
   return peers_->log().marks().on_done(what_.unit->number, mark_of(kDone));
 }
 
-void Movement::await(const Arrives& arrives, const std::function<void()>& wait) {
+void Transfer::await(const Arrives& arrives, const std::function<void()>& wait) {
   begin_wait();
   const auto explained = [this](const auto& waits) {
     try {
@@ -101,62 +101,62 @@ void Movement::await(const Arrives& arrives, const std::function<void()>& wait) 
     return explained([&] { return arrives(time); });
   };
   FaultWatch* const faults = peers_->faults();
-  if (faults != nullptr && arrives && !asked({})) faults->wait(wanted(), asked);
+  if (faults != nullptr && arrives && !asked({})) faults->wait(expected(), asked);
   explained(wait);
   end_wait();
 }
 
-void Movement::begin_wait() {
+void Transfer::begin_wait() {
   Progress& progress = *peers_->log().progress();
   what_.before = progress.now();
   since_ = FaultWatch::Clock::now();
-  if (peers_->faults() != nullptr) patience_ = peers_->faults()->new_patience();
+  if (peers_->faults() != nullptr) backoff_ = peers_->faults()->new_backoff();
   const bool gathers = what_.direction == Direction::kGather;
   progress.await(what_.unit->number, gathers ? Phase::kGatheringUnit : Phase::kReducingUnit);
   mark(kWanted);
 }
 
-void Movement::end_wait() {
+void Transfer::end_wait() {
   peers_->stats.waited_seconds += waited();
   peers_->log().progress()->reach(static_cast<Phase>(what_.before.phase));
   FaultWatch* const faults = peers_->faults();
   const at::Device device = peers_->device();
   if (faults == nullptr || device.is_cpu()) return;
-  faults->follow(ops::mark_stream(device), [what = what_] { return what.wanted(); });
+  faults->follow(ops::mark_stream(device), [what = what_] { return what.expected(); });
 }
 
-void Movement::look() {
-  if (peers_->faults() != nullptr) peers_->faults()->look(wanted(), waited(), patience_);
+void Transfer::look() {
+  if (peers_->faults() != nullptr) peers_->faults()->look(expected(), waited(), backoff_);
 }
 
-void Movement::arrived() const { mark(kArrived); }
+void Transfer::arrived() const { mark(kArrived); }
 
-double Movement::waited() const {
+double Transfer::waited() const {
   return std::chrono::duration<double>(FaultWatch::Clock::now() - since_).count();
 }
 
-std::string Movement::What::place() const {
+std::string Transfer::What::label() const {
   const char* what = direction == Direction::kGather   ? "the gather of "
                      : direction == Direction::kReduce ? "the reduction of "
                                                        : "the sum over replicas of ";
   return concat(what, unit->words, " ", activity(before, {}));
 }
 
-Wanted Movement::What::wanted() const {
-  Wanted result;
+ExpectedCollective Transfer::What::expected() const {
+  ExpectedCollective result;
   result.model = model;
   result.issued = issued;
-  result.place = place();
+  result.label = label();
   result.parameters = unit->parameters;
   result.joins = false;
   result.sharded = direction != Direction::kSum;
   return result;
 }
 
-void Movement::fail(const std::string& error) const {
-  if (peers_->faults() != nullptr) peers_->faults()->explain(wanted(), error, waited());
+void Transfer::fail(const std::string& error) const {
+  if (peers_->faults() != nullptr) peers_->faults()->explain(expected(), error, waited());
   throw std::runtime_error(
-      concat("fastsync: rank ", peers_->rank(), ", ", what_.place(), ": ", error));
+      concat("fastsync: rank ", peers_->rank(), ", ", what_.label(), ": ", error));
 }
 
 }  // namespace fastsync::engine

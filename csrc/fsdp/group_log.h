@@ -2,7 +2,7 @@
 //
 //   UnitLog    of a model: its steps, its timeline, and its progress for other ranks to see
 //   UnitPeers  of the ranks of a group: the bytes sent to them, and the watch for their faults
-//   Movement   a collective of a unit: from its start until the computation has its result
+//   Transfer   a collective of a unit: from its start until the computation has its result
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -97,11 +97,11 @@ class UnitPeers {
   at::Device device_ = at::kCPU;
 };
 
-class Movement {
+class Transfer {
  public:
   // Begins the collective: counts it, and marks its start. `bytes`: that leave this rank. Throws if
   // the ranks no longer agree.
-  Movement(std::shared_ptr<UnitPeers> peers, std::shared_ptr<const UnitName> unit,
+  Transfer(std::shared_ptr<UnitPeers> peers, std::shared_ptr<const UnitName> unit,
            Direction direction, int64_t bytes);
 
   // Returns a function to call when the collective is done, from any thread; empty without a
@@ -129,7 +129,7 @@ class Movement {
 
   Mark mark_of(Event event) const;
   void mark(Event event, int64_t bytes = 0) const;
-  Wanted wanted() const { return what_.wanted(); }
+  ExpectedCollective expected() const { return what_.expected(); }
   double waited() const;
 
   // Describes the collective, even when it is over for the host and not yet for a device.
@@ -138,17 +138,17 @@ class Movement {
     Direction direction;
     size_t model;  // as the fault watch numbers them
     int64_t issued = 0;
-    Standing before{};  // the model's progress when the wait began
+    ProgressSnapshot before{};  // the model's progress when the wait began
 
     // "the gather of unit 'blocks.3' (...) in the forward of step 3"
-    std::string place() const;
-    Wanted wanted() const;
+    std::string label() const;
+    ExpectedCollective expected() const;
   };
 
   std::shared_ptr<UnitPeers> peers_;
   What what_;
   FaultWatch::Clock::time_point since_;
-  Patience patience_;
+  Backoff backoff_;
 };
 
 }  // namespace fastsync::engine

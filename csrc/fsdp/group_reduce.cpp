@@ -108,9 +108,9 @@ void Unit::send_gradients(Reduction& reduction) {
   for (int r = 0; r < ranks_; ++r) {
     if (r != rank_) expected.push_back({r, numel_side_by_side(reduction.layout, rank_)});
   }
-  reduction.lent = ranks.lend(expected, dtypes_.reduce, to_others(reduction), tag);
-  if (!reduction.lent) return receive_gradients(reduction);
-  reduction.in_flight = std::make_unique<comm::SharedInFlight>(reduction.lent);
+  reduction.in_place = ranks.borrow(expected, dtypes_.reduce, to_others(reduction), tag);
+  if (!reduction.in_place) return receive_gradients(reduction);
+  reduction.in_flight = std::make_unique<comm::SharedInFlight>(reduction.in_place);
   keep_own(reduction);
 }
 
@@ -179,14 +179,14 @@ void Unit::start_reduce(UnitLayout layout, std::vector<at::Tensor> gradients, op
   pack_gradients(*made, gradients);
   gradients.clear();
   const int64_t chunk = made->layout.chunk;
-  made->movement =
+  made->transfer =
       begin(Direction::kReduce, made->codes ? made->codes->sent_bytes()
                                             : bytes_leaving(Direction::kReduce, made->layout));
   made->sums = ops::make_scratch({chunk}, wide(dtypes_.stored), device_);
   if (ranks_ > 1) send(*made);
   if (ranks_ > 1 && by_messages()) {
     add_up_when_there(made);
-  } else if (auto done = made->movement->on_done(); done && made->in_flight) {
+  } else if (auto done = made->transfer->on_done(); done && made->in_flight) {
     made->in_flight->on_done(std::move(done));
   }
   reduction_ = std::move(made);
@@ -206,7 +206,7 @@ at::Tensor Unit::finish_reduce() {
   links_->pool.give(reduction->sent);
   links_->pool.give(reduction->received);
   links_->pool.give(reduction->own);
-  reduction->movement->arrived();
+  reduction->transfer->arrived();
   return reduction->sums;
 }
 
@@ -214,7 +214,7 @@ void Unit::add_up(Reduction& reduction) const {
   const at::NoGradGuard no_grad;
   const int64_t chunk = reduction.layout.chunk;
   if (reduction.codes) return add_codes(reduction);
-  if (reduction.lent) return add_lent(reduction);
+  if (reduction.in_place) return add_in_place(reduction);
   if (!by_messages() && ranks_ > 1) {
     if (reduction.received.is_same(reduction.sums)) {  // the backend has summed there
       reduction.received.reset();
@@ -252,8 +252,8 @@ void Unit::add_codes(const Reduction& reduction) const {
 }
 
 // The sums already hold this rank's part, unless it waits for its turn.
-void Unit::add_lent(Reduction& reduction) const {
-  const std::vector<at::Tensor>& parts = reduction.lent->parts();
+void Unit::add_in_place(Reduction& reduction) const {
+  const std::vector<at::Tensor>& parts = reduction.in_place->parts();
   if (!reduction.own.defined()) {
     for (const at::Tensor& part : parts) add_part(reduction, part, true);
   } else {
@@ -266,7 +266,7 @@ void Unit::add_lent(Reduction& reduction) const {
       }
     }
   }
-  reduction.lent->give_back();
+  reduction.in_place->release();
 }
 
 void Unit::add_own(Reduction& reduction, bool accumulate) const {
@@ -300,7 +300,7 @@ void Unit::add_received(const Reduction& reduction, const at::Tensor& chunk,
   add_direct(reduction, chunk, /*side_by_side=*/false, accumulate);
 }
 
-// Adds the part that a rank has lent.
+// Adds the part of a rank, in its memory.
 void Unit::add_part(const Reduction& reduction, const at::Tensor& part, bool accumulate) const {
   add_packed(reduction, part, accumulate);
   add_direct(reduction, part, /*side_by_side=*/true, accumulate);
@@ -373,7 +373,7 @@ std::vector<at::Tensor> Unit::deliver(const UnitLayout& layout, const at::Tensor
 }
 
 void Unit::add_up_when_there(const std::shared_ptr<Reduction>& reduction) {
-  reduction->added = links_->adder.submit([this, reduction, done = reduction->movement->on_done()] {
+  reduction->added = links_->adder.submit([this, reduction, done = reduction->transfer->on_done()] {
     reduction->in_flight->wait();
     const std::lock_guard<std::mutex> lock(reduction->mutex);
     if (reduction->abandoned) return false;
@@ -391,10 +391,10 @@ void Unit::abandon(Reduction& reduction) {
 
 void Unit::await(Reduction& reduction) {
   if (reduction.added) {
-    reduction.movement->await([&](auto time) { return reduction.added->is_done_within(time); },
+    reduction.transfer->await([&](auto time) { return reduction.added->is_done_within(time); },
                               [&] { reduction.added->wait(); });
   } else {
-    reduction.movement->await(nullptr, [&] {
+    reduction.transfer->await(nullptr, [&] {
       if (reduction.in_flight) reduction.in_flight->wait();
     });
   }

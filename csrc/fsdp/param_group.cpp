@@ -72,14 +72,14 @@ void Unit::fill_from(const at::Tensor& flat, int64_t begin, int rank, bool direc
 
 // All shares at once: launches do not grow with the ranks.
 void Unit::fill_from_gathered() {
-  lend();
+  allocate();
   ItemList items;
   for (int r = 0; r < ranks_; ++r) add_shares(items, r * layout_.packed, r, /*direct=*/false);
   items.unpack(staging_, 1.0, false);
 }
 
 void Unit::fill_from_codes() {
-  lend();
+  allocate();
   ItemList items;
   for (int r = 0; r < ranks_; ++r)
     add_shares(items, r * gathered_codes_->chunk_numel(), r, /*direct=*/false);
@@ -104,7 +104,7 @@ bool Unit::borrow_shares(const at::Tensor& source) {
     expected.push_back({r, numel_side_by_side(layout_, r)});
     add_messages(sent, r, source);
   }
-  borrowed_ = links_->ranks->lend(expected, dtypes_.compute, sent, tag_);
+  borrowed_ = links_->ranks->borrow(expected, dtypes_.compute, sent, tag_);
   if (!borrowed_) return false;
   gathering_ = std::make_unique<comm::SharedInFlight>(borrowed_);
   links_->pool.give(std::exchange(lowered_, at::Tensor()));
@@ -112,7 +112,7 @@ bool Unit::borrow_shares(const at::Tensor& source) {
 }
 
 void Unit::fill_from_borrowed() {
-  lend();
+  allocate();
   for (int r = 0; r < ranks_; ++r) {
     int64_t next = layout_.packed;
     ItemList items;
@@ -125,7 +125,7 @@ void Unit::fill_from_borrowed() {
     }
     items.unpack(borrowed_->parts().at(static_cast<size_t>(r)), 1.0, false);
   }
-  borrowed_->give_back();
+  borrowed_->release();
   borrowed_.reset();
 }
 
@@ -149,10 +149,10 @@ at::Tensor Unit::source_of_gather() {
   return lowered_;
 }
 
-at::Tensor Unit::lend() {
+at::Tensor Unit::allocate() {
   const at::NoGradGuard no_grad;
   const int64_t numel = whole_.flat().numel();
-  if (!whole_.has_memory()) whole_.lend(links_->pool.take(numel, dtypes_.compute, device_));
+  if (!whole_.has_memory()) whole_.acquire(links_->pool.take(numel, dtypes_.compute, device_));
   return run_of(whole_.flat(), 0, numel);
 }
 
@@ -192,7 +192,7 @@ std::vector<at::Tensor> Unit::forget_gather() {
 void Unit::begin_gather() {
   if (layout_.codes) return start_coded_gather();
   if (ranks_ == 1) {
-    lend();
+    allocate();
     return fill_from(shard_, 0, rank_, /*direct=*/true);
   }
   gather_ = begin(Direction::kGather, bytes_leaving(Direction::kGather, layout_));
@@ -201,7 +201,7 @@ void Unit::begin_gather() {
     staging_ = links_->pool.take(ranks_ * layout_.packed, dtypes_.compute, device_);
     gathering_ = links_->ranks->all_gather(staging_, source);
   } else if (!borrow_shares(source)) {
-    lend();
+    allocate();
     fill_from(shard_, 0, rank_, /*direct=*/true);
     staging_ = links_->pool.take(ranks_ * layout_.packed, dtypes_.compute, device_);
     exchange_shares(source);
@@ -244,7 +244,7 @@ void Unit::finish_gather() {
   if (!gathering_) return;
   const at::NoGradGuard no_grad;
   const auto work = std::move(gathering_);
-  const Movement::Arrives arrives = [&work](auto time) { return work->is_done_within(time); };
+  const Transfer::Arrives arrives = [&work](auto time) { return work->is_done_within(time); };
   try {
     gather_->await(work->can_be_asked() ? arrives : nullptr, [&work] { work->wait(); });
   } catch (...) {
@@ -286,8 +286,8 @@ int64_t Unit::bytes_leaving(Direction direction, const UnitLayout& layout) const
   return sent * each;
 }
 
-std::unique_ptr<Movement> Unit::begin(Direction direction, int64_t bytes) const {
-  return std::make_unique<Movement>(links_->peers, name_, direction, bytes);
+std::unique_ptr<Transfer> Unit::begin(Direction direction, int64_t bytes) const {
+  return std::make_unique<Transfer>(links_->peers, name_, direction, bytes);
 }
 
 }  // namespace fastsync::engine

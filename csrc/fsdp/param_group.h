@@ -118,7 +118,7 @@ class Unit {
   void finish_gather();
   // Gives the whole members memory for the caller to fill, if they have none. Returns all of it,
   // one-dimensional.
-  at::Tensor lend();
+  at::Tensor allocate();
   bool is_gathered() const { return whole_.has_memory() && !gathering_; }
   // Frees the whole members' memory.
   void release();
@@ -143,7 +143,7 @@ class Unit {
     at::Tensor sent;
     at::Tensor received;  // chunks of the other ranks; the first lies in `sums` where that can be
     std::shared_ptr<comm::Incoming>
-        lent;        // from other ranks, in their memory; nothing is received then
+        in_place;    // from other ranks, in their memory; nothing is received then
     at::Tensor own;  // this rank's chunk, where it waits for its turn
     at::Tensor sums;
     ops::Scale scale;
@@ -151,7 +151,7 @@ class Unit {
     uint64_t step = 0;                 // among those that are coded
     std::unique_ptr<comm::InFlight> in_flight;
     std::shared_ptr<comm::Ticket> added;
-    std::unique_ptr<Movement> movement;
+    std::unique_ptr<Transfer> transfer;
     std::mutex mutex;  // held while `added` adds up
     bool abandoned = false;
   };
@@ -187,7 +187,7 @@ class Unit {
   at::Tensor chunk_from(const Reduction& reduction, int rank) const;
   void add_up(Reduction& reduction) const;
   void add_codes(const Reduction& reduction) const;
-  void add_lent(Reduction& reduction) const;
+  void add_in_place(Reduction& reduction) const;
   void add_own(Reduction& reduction, bool accumulate) const;
   void take_own(Reduction& reduction, const at::Tensor& to, const ops::Scale& scale,
                 bool accumulate) const;
@@ -198,7 +198,7 @@ class Unit {
                   bool accumulate) const;
   // Returns the bytes that leave this rank if nothing is coded.
   int64_t bytes_leaving(Direction direction, const UnitLayout& layout) const;
-  std::unique_ptr<Movement> begin(Direction direction, int64_t bytes) const;
+  std::unique_ptr<Transfer> begin(Direction direction, int64_t bytes) const;
   void add_up_when_there(const std::shared_ptr<Reduction>& reduction);
   static void await(Reduction& reduction);
   // Keeps a thread that still waits from adding up: this unit may be gone by then.
@@ -212,7 +212,7 @@ class Unit {
   int tag_;
   int rank_;
   int ranks_;
-  ops::Loan whole_;
+  ops::ResizableStorage whole_;
   at::Tensor shard_;
   UnitLayout layout_;
   at::Tensor staging_;  // packed chunks of all ranks
@@ -220,7 +220,7 @@ class Unit {
   std::unique_ptr<comm::InFlight> gathering_;
   std::shared_ptr<comm::Incoming> borrowed_;   // all ranks' shares, while they are in flight there
   std::unique_ptr<UnitCodes> gathered_codes_;  // while they are in flight
-  std::unique_ptr<Movement> gather_;
+  std::unique_ptr<Transfer> gather_;
   std::shared_ptr<Reduction> reduction_;
   uint64_t coded_reductions_ = 0;
 };

@@ -26,7 +26,8 @@
 //   int8      round(x / s), -127..127             128  s in bfloat16      M / 252
 //   int4      round(x / s), -7..7                  64  the same           M / 13.8
 //
-// A scale of 255 (one byte) or NaN (bfloat16) is poison. int4 stores the low nibble first.
+// A scale of 255 (one byte) or NaN (bfloat16) marks a block that is not finite. int4 stores the low
+// nibble first.
 //
 // M is the block's largest magnitude; of two errors the larger holds, and 2^-127 where that is
 // more; stochastic rounding at most doubles them (csrc/tests/test_codec_formats.cpp).

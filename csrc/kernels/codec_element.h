@@ -8,7 +8,7 @@
 //   Scale                       the type that a block's scale is stored in; kScaled formats only
 //   choose(largest)             the scale of a block whose largest magnitude has these float bits,
 //                               below kTooLarge
-//   kPoison                     the scale that makes a block decode to NaN
+//   kNonFinite                     the scale that makes a block decode to NaN
 //   factor(scale), inverse(..)  what a decoded code is multiplied with, and an element before it is
 //                               coded
 //   nearest(y), random(y, r)    the code of an element already multiplied with `inverse`; r is 32
@@ -38,7 +38,7 @@ namespace fastsync::kernels {
 constexpr uint32_t kFloatOne = 1u << 23;  // a step of fp32's exponent field
 
 // 2^127. Below it no format's rounding leaves the range of fp32; from it on a block of a scaled
-// format is poisoned.
+// format is not finite.
 constexpr uint32_t kTooLarge = 0x7f000000;
 
 FS_HOST_DEVICE float quiet_nan() { return float_of(0x7fc00000); }
@@ -116,7 +116,7 @@ template <int kExponentBits, int kFractionBits, uint32_t kLargest>
 struct MinifloatCodec {
   static constexpr bool kScaled = true;
   using Scale = uint8_t;
-  static constexpr Scale kPoison = 255;
+  static constexpr Scale kNonFinite = 255;
 
   // The smallest exponent that keeps the block in the format's range, but not below fp32's own:
   // what is added to the magnitude carries into its exponent where the fraction is larger than that
@@ -129,7 +129,7 @@ struct MinifloatCodec {
   }
   static FS_HOST_DEVICE float factor(Scale scale) {
     const uint32_t bits = static_cast<uint32_t>(scale) << 23;
-    return float_of(bits | select(scale == kPoison, 0x400000, 0));
+    return float_of(bits | select(scale == kNonFinite, 0x400000, 0));
   }
   static FS_HOST_DEVICE float inverse(Scale scale) { return float_of((254u - scale) << 23); }
 
@@ -231,7 +231,7 @@ template <int kLargest>
 struct IntegerCodec {
   static constexpr bool kScaled = true;
   using Scale = uint16_t;
-  static constexpr Scale kPoison = 0x7fc0;
+  static constexpr Scale kNonFinite = 0x7fc0;
 
   // The smallest normal bfloat16 whose kLargest-fold (exact in fp32) reaches `largest`. The guess
   // is rounded up from a number slightly too small, so it is right or one step below.

@@ -187,7 +187,7 @@ struct Factors {
   float factor[kQuads] = {1, 1};
 };
 
-// Codes of x, and in x what they lost; a poisoned block's factor is NaN.
+// Codes of x, and in x what they lost; a non-finite block's factor is NaN.
 template <class Codec, bool kStochastic>
 __device__ __forceinline__ void code_elements(Codes<Codec> (&codes)[kQuads], float (&x)[kGroup],
                                               const Factors& factors, const Random& random) {
@@ -197,8 +197,8 @@ __device__ __forceinline__ void code_elements(Codes<Codec> (&codes)[kQuads], flo
     const float y = Codec::kScaled ? x[i] * factors.inverse[q] : x[i];
     const auto index = random.first + static_cast<uint32_t>(q * kHalf + i % kQuad);
     const Coded coded = code_element<Codec, kStochastic>(y, random.key, index);
-    const bool poisoned = Codec::kScaled && !is_finite(factors.factor[q]);
-    set_code<Codec>(codes[q], i % kQuad, poisoned ? 0 : coded.code);
+    const bool is_non_finite = Codec::kScaled && !is_finite(factors.factor[q]);
+    set_code<Codec>(codes[q], i % kQuad, is_non_finite ? 0 : coded.code);
     x[i] = lost_of<Codec>(x[i], coded, factors.factor[q]);
   }
 }
@@ -217,7 +217,7 @@ __device__ __forceinline__ Factors scale_group(const float (&x)[kGroup], uint8_t
     const bool first = lane % ((kOneBlock ? kHalf : Codec::kBlock) / kQuad) == 0;
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
-      const auto scale = largest[q] < kTooLarge ? Codec::choose(largest[q]) : Codec::kPoison;
+      const auto scale = largest[q] < kTooLarge ? Codec::choose(largest[q]) : Codec::kNonFinite;
       factors.inverse[q] = Codec::inverse(scale);
       factors.factor[q] = Codec::factor(scale);
       if (first && q < quads && (q == 0 || !kOneBlock)) {

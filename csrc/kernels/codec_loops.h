@@ -76,7 +76,7 @@ struct RandomSource {
   uint32_t first;  // index of the strip's first element
 };
 
-// Codes of `numel` elements, and in x what they lost: NaN where an element is poisoned.
+// Codes of `numel` elements, and in x what they lost: NaN where an element is not finite.
 template <class Codec, bool kStochastic, bool kLost>
 FS_HOST_DEVICE void code_run(float* x, typename Codec::Code* codes, int numel, float inverse,
                              float factor, RandomSource random) {
@@ -128,19 +128,19 @@ struct CodeScaled {
 
   FS_HOST_DEVICE static Scale code_block(float* x, Code* codes, RandomSource random) {
     const uint32_t largest = largest_magnitude<Codec::kBlock>(x);
-    if (largest >= kTooLarge) return poison_block(x, codes);
+    if (largest >= kTooLarge) return make_non_finite(x, codes);
     const Scale scale = Codec::choose(largest);
     code_run<Codec, kStochastic, kLost>(x, codes, Codec::kBlock, Codec::inverse(scale),
                                         Codec::factor(scale), random);
     return scale;
   }
 
-  FS_HOST_DEVICE static Scale poison_block(float* x, Code* codes) {
+  FS_HOST_DEVICE static Scale make_non_finite(float* x, Code* codes) {
     for (int i = 0; i < Codec::kBlock; ++i) {
       codes[i] = 0;
       x[i] = quiet_nan();
     }
-    return Codec::kPoison;
+    return Codec::kNonFinite;
   }
 };
 

@@ -19,12 +19,12 @@ at::Tensor BufferPool::take(int64_t numel, at::ScalarType dtype, at::Device devi
     // Buffers that are now too small served smaller buckets, and would stay forever.
     const auto small = [&](const at::Tensor& buffer) { return buffer.numel() < numel; };
     free_.erase(std::remove_if(free_.begin(), free_.end(), small), free_.end());
-    lent_.push_back(make(numel, dtype, device));
+    used_.push_back(make(numel, dtype, device));
   } else {
-    lent_.push_back(*best);
+    used_.push_back(*best);
     free_.erase(best);
   }
-  return view_of(lent_.back(), SlotLayout::run(0, numel), dtype);
+  return view_of(used_.back(), SlotLayout::run(0, numel), dtype);
 }
 
 BufferPool::Free::iterator BufferPool::find(int64_t numel, at::ScalarType dtype) {
@@ -53,10 +53,10 @@ void BufferPool::forget(const at::Tensor& buffer) { take_back(buffer); }
 
 at::Tensor BufferPool::take_back(const at::Tensor& buffer) {
   if (!buffer.defined() || !buffer.device().is_cpu()) return {};
-  for (auto lent = lent_.begin(); lent != lent_.end(); ++lent) {
-    if (!lent->storage().is_alias_of(buffer.storage())) continue;
-    const at::Tensor whole = *lent;
-    lent_.erase(lent);
+  for (auto used = used_.begin(); used != used_.end(); ++used) {
+    if (!used->storage().is_alias_of(buffer.storage())) continue;
+    const at::Tensor whole = *used;
+    used_.erase(used);
     return whole;
   }
   return {};

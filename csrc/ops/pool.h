@@ -43,7 +43,7 @@ class BufferPool {
 
   Make make_;
   std::function<void(bool)> reclaim_;
-  std::vector<at::Tensor> lent_;
+  std::vector<at::Tensor> used_;
   Free free_;
 };
 

@@ -55,8 +55,8 @@ at::Tensor BlockPool::take(int64_t numel, at::ScalarType dtype, at::Device devic
   at::Tensor block = find(bytes);
   if (!block.defined()) block = make(bytes, device);
   const auto held = static_cast<int64_t>(block.storage().nbytes());
-  lent_.push_back({block.storage().getWeakStorageImpl(), held});
-  most_ = std::max(most_, lent_bytes() + free_bytes());
+  used_.push_back({block.storage().getWeakStorageImpl(), held});
+  most_ = std::max(most_, used_bytes() + free_bytes());
   return typed(block, numel, dtype);
 }
 
@@ -74,15 +74,15 @@ at::Tensor BlockPool::find(int64_t bytes) {
 }
 
 at::Tensor BlockPool::make(int64_t bytes, at::Device device) {
-  while (!free_.empty() && lent_bytes() + free_bytes() > mark_ - bytes) free_.erase(free_.begin());
+  while (!free_.empty() && used_bytes() + free_bytes() > mark_ - bytes) free_.erase(free_.begin());
   return make_scratch({bytes}, at::kByte, device);
 }
 
-int64_t BlockPool::lent_bytes() {
-  const auto gone = [](const Lent& lent) { return lent.storage.expired(); };
-  lent_.erase(std::remove_if(lent_.begin(), lent_.end(), gone), lent_.end());
+int64_t BlockPool::used_bytes() {
+  const auto gone = [](const UsedBlock& used) { return used.storage.expired(); };
+  used_.erase(std::remove_if(used_.begin(), used_.end(), gone), used_.end());
   int64_t total = 0;
-  for (const Lent& lent : lent_) total += lent.bytes;
+  for (const UsedBlock& used : used_) total += used.bytes;
   return total;
 }
 
@@ -96,14 +96,16 @@ void BlockPool::give(const at::Tensor& block) {
   if (!block.defined()) return;
   if (!block.device().is_cpu()) return record_here(block);
   const auto* const storage = block.storage().unsafeGetStorageImpl();
-  const auto is_it = [&](const Lent& lent) { return lent.storage._unsafe_get_target() == storage; };
-  lent_.erase(std::remove_if(lent_.begin(), lent_.end(), is_it), lent_.end());
+  const auto is_it = [&](const UsedBlock& used) {
+    return used.storage._unsafe_get_target() == storage;
+  };
+  used_.erase(std::remove_if(used_.begin(), used_.end(), is_it), used_.end());
   free_.push_back(typed(block, static_cast<int64_t>(block.storage().nbytes()), at::kByte));
   // Free blocks must not exceed the size of two largest requests.
   while (free_bytes() > 2 * largest_) free_.erase(free_.begin());
 }
 
-Loan::Loan(int64_t numel, at::ScalarType dtype, at::Device device) {
+ResizableStorage::ResizableStorage(int64_t numel, at::ScalarType dtype, at::Device device) {
   const c10::InferenceMode no_inference(false);
   const at::Tensor like = make_scratch({0}, dtype, device);
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), 0,
@@ -115,8 +117,8 @@ Loan::Loan(int64_t numel, at::ScalarType dtype, at::Device device) {
   flat_ = at::Tensor(std::move(impl));
 }
 
-void Loan::lend(const at::Tensor& block) {
-  FS_ASSERT(!block_.defined(), "memory lent twice");
+void ResizableStorage::acquire(const at::Tensor& block) {
+  FS_ASSERT(!block_.defined(), "memory used twice");
   FS_ASSERT(block.numel() >= flat_.numel() && block.scalar_type() == flat_.scalar_type(),
             "memory that does not fit");
   block_ = block;
@@ -129,18 +131,18 @@ void Loan::lend(const at::Tensor& block) {
   storage->set_nbytes(bytes_of(flat_.numel(), flat_.scalar_type()));
 }
 
-void Loan::set_absence(std::string message) {
+void ResizableStorage::set_absence(std::string message) {
   absence_ = std::move(message);
   if (!has_memory()) mark_absent();
 }
 
-void Loan::mark_absent() {
+void ResizableStorage::mark_absent() {
   c10::StorageImpl* storage = flat_.storage().unsafeGetStorageImpl();
   if (!absence_.empty()) forbid_access(*storage, absence_, 0);
   storage->set_nbytes(static_cast<size_t>(0));
 }
 
-at::Tensor Loan::take_back() {
+at::Tensor ResizableStorage::take_back() {
   if (block_.defined()) {
     c10::StorageImpl* storage = flat_.storage().unsafeGetStorageImpl();
     storage->set_data_ptr_noswap(at::DataPtr(nullptr, flat_.device()));

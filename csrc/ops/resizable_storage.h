@@ -26,33 +26,33 @@ class BlockPool {
   void give(const at::Tensor& block);
   // Frees blocks that are not in use.
   void trim() { free_.clear(); }
-  // Returns the peak of the bytes of all blocks, lent and free.
+  // Returns the peak of the bytes of all blocks, used and free.
   int64_t most() const { return most_; }
 
  private:
   // A block that is in use, unless it has been freed.
-  struct Lent {
+  struct UsedBlock {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
     int64_t bytes = 0;
   };
 
   at::Tensor find(int64_t bytes);
   at::Tensor make(int64_t bytes, at::Device device);
-  int64_t lent_bytes();
+  int64_t used_bytes();
   int64_t free_bytes() const;
 
-  std::vector<Lent> lent_;
+  std::vector<UsedBlock> used_;
   std::vector<at::Tensor> free_;  // bytes
   int64_t mark_;
   int64_t most_ = 0;
   int64_t largest_ = 0;  // bytes that were ever asked for at once
 };
 
-// A one-dimensional tensor, which has memory only while it is lent a block. Tensors that share its
+// A one-dimensional tensor, which has memory only while it holds a block. Tensors that share its
 // storage see the memory come and go.
-class Loan {
+class ResizableStorage {
  public:
-  Loan(int64_t numel, at::ScalarType dtype, at::Device device);
+  ResizableStorage(int64_t numel, at::ScalarType dtype, at::Device device);
 
   // Shares the storage, but no version counter: autograd does not notice writes to it.
   const at::Tensor& flat() const { return flat_; }
@@ -61,8 +61,8 @@ class Loan {
   // Versions of torch that cannot raise there (before 2.13) crash or find a storage of no bytes.
   void set_absence(std::string message);
   // Gives the tensor memory. `block`: of as many elements.
-  void lend(const at::Tensor& block);
-  // Takes the memory away and returns the lent block; undefined: there was none.
+  void acquire(const at::Tensor& block);
+  // Takes the memory away and returns the block; undefined: there was none.
   at::Tensor take_back();
 
  private:

@@ -181,13 +181,13 @@ void GradientHooks::detach() {
 }
 
 bool GradientHooks::accumulating() const {
-  const auto* const wanted = torch::autograd::get_current_graph_task_exec_info();
-  if (wanted == nullptr || wanted->empty()) return true;
+  const auto* const expected = torch::autograd::get_current_graph_task_exec_info();
+  if (expected == nullptr || expected->empty()) return true;
   return std::any_of(params_.begin(), params_.end(), [&](const at::Tensor& param) {
     if (!param.requires_grad()) return false;
     const auto node = torch::autograd::impl::try_get_grad_accumulator(param);
-    const auto found = node ? wanted->find(node.get()) : wanted->end();
-    return found != wanted->end() && found->second.needed_;
+    const auto found = node ? expected->find(node.get()) : expected->end();
+    return found != expected->end() && found->second.needed_;
   });
 }
 

@@ -82,20 +82,21 @@ void Bucket::move_to(BucketState from, BucketState to) {
 bool Bucket::mark_ready(size_t index, std::optional<c10::Stream> stream) {
   Slot& slot = slots_->at(index);
   slot.stream = std::move(stream);
-  ++slot.fires;
+  ++slot.accumulations;
   missed_ = missed_ || !slot.param->used;
-  const bool repeated = slot.fires > slot.param->expected_fires;
-  if (repeated) slot.param->expected_fires = slot.fires;
+  const bool repeated = slot.accumulations > slot.param->expected_accumulations;
+  if (repeated) slot.param->expected_accumulations = slot.accumulations;
   slot.early = slot.early && !repeated;  // pack it again
   slot.checked = false;
-  if (repeated || slot.fires < slot.param->expected_fires || --pending_ > 0) return false;
+  if (repeated || slot.accumulations < slot.param->expected_accumulations || --pending_ > 0)
+    return false;
   move_to(BucketState::kFilling, BucketState::kReady);
   return true;
 }
 
 void Bucket::offer(size_t index, const Packing& how) {
   const Slot& slot = slots_->at(index);
-  if (slot.fires != slot.param->expected_fires || !slot.grad().defined()) return;
+  if (slot.accumulations != slot.param->expected_accumulations || !slot.grad().defined()) return;
   if (how.check_finite && device().is_cpu()) check({index});
   transport_->take(index, how);
 }
@@ -152,7 +153,7 @@ void Bucket::close() {
   if (state_ != BucketState::kFilling) return;
   for (Slot& slot : *slots_) {
     // Gradients accumulated before this backward may have been set to None since.
-    if (slot.fires == 0 && !slot.grad().defined()) slot.param->used = false;
+    if (slot.accumulations == 0 && !slot.grad().defined()) slot.param->used = false;
     missed_ = missed_ || !slot.param->used;
   }
   pending_ = 0;
@@ -250,7 +251,7 @@ void Bucket::abandon() {
   missed_ = checked_ = false;
   infinities_ = at::Tensor();
   for (Slot& slot : *slots_) {
-    slot.fires = 0;
+    slot.accumulations = 0;
     slot.early = slot.checked = false;
     slot.finite = true;
     slot.stream.reset();

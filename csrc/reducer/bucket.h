@@ -66,8 +66,8 @@ class Bucket {
   // Offers the transport a gradient that has arrived ahead of its bucket.
   void offer(size_t slot, const Packing& how);
   // Whether another gradient for this slot would come too late.
-  bool is_settled(size_t slot) const { return (*slots_)[slot].early && transport_->takes_once(); }
-  int fires(size_t slot) const { return (*slots_)[slot].fires; }
+  bool is_final(size_t slot) const { return (*slots_)[slot].early && transport_->takes_once(); }
+  int accumulations(size_t slot) const { return (*slots_)[slot].accumulations; }
   bool complete() const { return pending_ == 0; }
   // Ends the backward: a slot that received no gradient takes the one that its parameter has.
   void close();

@@ -12,7 +12,7 @@
 namespace fastsync::engine {
 namespace {
 
-constexpr int64_t kLongestPatience = 4096;
+constexpr int64_t kLongestBackoff = 4096;
 constexpr int64_t kDeviceSteps = 6;  // that a host runs ahead of its device, accumulation included
 constexpr int kOutOfOrderSteps = 2;  // one may be an accident of scheduling
 
@@ -50,7 +50,7 @@ void PlanWatch::end_step(const std::vector<int64_t>& missing) {
   std::copy_if(missing.begin(), missing.end(), std::back_inserter(last_order_),
                [&](int64_t param) { return seen.insert(param).second; });
   out_of_order_steps_ = out_of_order_ ? out_of_order_steps_ + 1 : 0;
-  vote_ = learned_ && out_of_order_steps_ >= kOutOfOrderSteps && steps_since_plan_ >= patience_;
+  vote_ = learned_ && out_of_order_steps_ >= kOutOfOrderSteps && steps_since_plan_ >= backoff_;
   end_shadow_step();
 }
 
@@ -59,7 +59,7 @@ void PlanWatch::end_shadow_step() {
   ++steps_;
 }
 
-void PlanWatch::wish() { vote_ = vote_ || steps_since_plan_ >= patience_ / 2; }
+void PlanWatch::wish() { vote_ = vote_ || steps_since_plan_ >= backoff_ / 2; }
 
 void PlanWatch::note_votes(const at::Tensor& sum) {
   Votes& votes = votes_[static_cast<size_t>(steps_) % votes_.size()];
@@ -86,7 +86,7 @@ bool PlanWatch::replan_due() {
     votes.passed = ops::first_element(votes.host) > 0;
   }
   const bool passed = std::exchange(votes, Votes{}).passed;
-  if (passed) patience_ = std::min(patience_ * 2, kLongestPatience);
+  if (passed) backoff_ = std::min(backoff_ * 2, kLongestBackoff);
   return passed;
 }
 

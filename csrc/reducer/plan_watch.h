@@ -64,7 +64,7 @@ class PlanWatch {
   bool out_of_order_ = false;
   int out_of_order_steps_ = 0;
   int64_t steps_since_plan_ = 0;
-  int64_t patience_ = 8;  // steps before the next vote
+  int64_t backoff_ = 8;  // steps before the next vote
   bool vote_ = false;
   std::array<Votes, 8> votes_;  // of the last steps
   int64_t read_after_ = 1;      // steps until a vote is read

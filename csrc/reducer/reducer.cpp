@@ -47,7 +47,7 @@ Reducer::Reducer(const std::vector<at::Tensor>& params, const std::vector<std::s
       usage_(params_, routes_.group->rank(), options.static_graph, options.fail_on_unused) {
   FS_CHECK_VALUE(params.size() == names.size(), "expects one name per parameter");
   divisors_.push_back(routes_.group->size());
-  counting_fires_ = options_.static_graph;
+  counting_accumulations_ = options_.static_graph;
   planned_.resize(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor& leaf = leaves.empty() ? params[i] : leaves.at(i);
@@ -135,7 +135,7 @@ ForwardAdvice Reducer::advise() {
   check_ended();
   ForwardAdvice advice;
   advice.unused = usage_.take_warning();
-  advice.paced = board_ && board_->take_news();
+  advice.new_timing = board_ && board_->take_change();
   if (captured_) {
     check_capture();
     return advice;
@@ -212,7 +212,7 @@ void Reducer::set_static_graph() {
   });
   options_.static_graph = true;
   usage_.set_static_graph();
-  counting_fires_ = true;
+  counting_accumulations_ = true;
 }
 
 // Under the lock. Called as often as a backward reaches outputs.
@@ -293,15 +293,15 @@ void Reducer::place_gradient(size_t param) {
            "' received a gradient but did not require one at the last forward; unfreeze "
            "parameters before the forward, on every rank");
   Bucket& bucket = plan_.buckets[static_cast<size_t>(place.bucket)];
-  const int fires = bucket.fires(place.slot);
-  if (fires == 0) watch_.arrived(static_cast<int64_t>(param));
+  const int accumulations = bucket.accumulations(place.slot);
+  if (accumulations == 0) watch_.arrived(static_cast<int64_t>(param));
   log_.arrived(param);
-  if (fires >= params_[param]->expected_fires) check_repeated(param, place);
+  if (accumulations >= params_[param]->expected_accumulations) check_repeated(param, place);
   if (bucket.mark_ready(place.slot, stream_of(params_[param]->tensor))) {
     log_.mark(Mark::kReady, place.bucket);
     if (place.bucket > static_cast<int64_t>(next_)) watch_.bucket_out_of_order();
     advance();
-  } else if (communicates() && !counting_fires_ && stats_.steps > 0 &&
+  } else if (communicates() && !counting_accumulations_ && stats_.steps > 0 &&
              may_take_early(bucket, place.slot)) {
     // Not in the first step, which counts how often each gradient arrives.
     weigh();
@@ -312,7 +312,7 @@ void Reducer::place_gradient(size_t param) {
 // An unexpected further gradient of a parameter is harmless only before its bucket is sent.
 void Reducer::check_repeated(size_t param, const Place& place) const {
   const auto b = static_cast<size_t>(place.bucket);
-  const bool sent = communicates() && (next_ > b || plan_.buckets[b].is_settled(place.slot));
+  const bool sent = communicates() && (next_ > b || plan_.buckets[b].is_final(place.slot));
   FS_CHECK(!sent, "Expected to mark a variable ready only once: parameter '", params_[param]->name,
            "' (index ", param, ") on rank ", routes_.group->rank(),
            " received another gradient after its bucket had been sent. It is used in several "
@@ -322,7 +322,7 @@ void Reducer::check_repeated(size_t param, const Place& place) const {
 }
 
 void Reducer::advance() {
-  if (counting_fires_) return;
+  if (counting_accumulations_) return;
   while (!is_broken() && next_ < plan_.buckets.size() && plan_.buckets[next_].complete()) {
     Bucket& bucket = plan_.buckets[next_];
     const bool idles = idle(bucket, [&](size_t i) { return params_[i]->used; });
@@ -355,8 +355,8 @@ void Reducer::make_room() {
     if (!bucket.device().is_cpu() && !bucket.can_be_asked()) {
       if (bucket.missed()) continue;
       if (!crowded && !arrives_within(i, {})) return;
-    } else if (!(crowded ? comes_within(i, patience_) : arrives_within(i, {}))) {
-      if (crowded) patience_ = {};
+    } else if (!(crowded ? comes_within(i, timeout_) : arrives_within(i, {}))) {
+      if (crowded) timeout_ = {};
       return;
     }
     finish(i, {});
@@ -371,7 +371,7 @@ void Reducer::finish(size_t index, const std::vector<bool>& used) {
     FS_CHECK(!captured_ || !bucket.missed(), "a parameter got no gradient while captured");
     if (bucket.state() == BucketState::kInFlight) bucket.receive();
     const bool waits = bucket.missed() || options_.check_finite;  // for the flags, on the host
-    if (waits) follow([wanted = wanted(index)] { return wanted; });
+    if (waits) follow([expected = expected(index)] { return expected; });
     bucket.finish(used);
   });
   keep_unread(bucket);
@@ -451,9 +451,9 @@ void Reducer::close_backward(int64_t generation) {
   if (!is_running(generation)) return;
   log_.end_backward();
   or_abandon([&] {
-    counting_fires_ = false;
+    counting_accumulations_ = false;
     close_buckets();
-    if (options_.may_skip && communicates()) start_givers();
+    if (options_.may_skip && communicates()) start_contributors();
   });
   log_.begin_wait();
 }
@@ -461,21 +461,21 @@ void Reducer::close_backward(int64_t generation) {
 void Reducer::finish_backward(int64_t generation) {
   std::unique_lock<std::recursive_mutex> lock(mutex_);
   if (!is_running(generation)) return;
-  std::vector<int64_t> givers;
-  bool widowed = false;  // the averages contain gradients of ranks that are gone
+  std::vector<int64_t> contributors;
+  bool includes_dead = false;  // the averages contain gradients of ranks that are gone
   or_abandon([&] {
-    if (survival_) widowed = settle(lock);
+    if (survival_) includes_dead = agree_on_averages(lock);
     finish_buckets();
     scale_alone();
-    givers = await_givers();
+    contributors = await_contributors();
     for (const auto& action : std::exchange(at_end_, {})) action();
   });
   const std::string change = usage_.find_change(planned_, log_.used());
   end_step();
   forget_own();
-  if (widowed) return rebuild(lock);
+  if (includes_dead) return rebuild(lock);
   lock.unlock();
-  if (!givers.empty() && on_skips_) on_skips_(givers);
+  if (!contributors.empty() && on_skips_) on_skips_(contributors);
   call_what_is_due();  // before this rank alone complains
   lock.lock();
   noting_errors([&] { FS_CHECK(change.empty(), change); });
@@ -528,7 +528,7 @@ void Reducer::end_step() {
 void Reducer::abandon() {
   for (Bucket& bucket : plan_.buckets) bucket.abandon();
   if (flags_) flags_->abandon();
-  if (givers_) givers_->abandon();
+  if (contributors_) contributors_->abandon();
   for (const auto& param : params_) param->used = false;
   backward_running_ = false;
   backwards_ = 0;

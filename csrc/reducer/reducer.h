@@ -93,7 +93,7 @@ struct ReducerOptions {
 struct ForwardAdvice {
   bool regrouped = false;           // see [Note: unfreezing]: plan anew before this forward
   std::vector<std::string> unused;  // parameters to warn about, once
-  bool paced = false;               // pace() is new
+  bool new_timing = false;          // step_timing() has changed
 };
 
 // Calls to Python where the script gives its micro-batches weights, once in a backward or a step.
@@ -190,9 +190,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void at_end(std::function<void()> action);
   // Averages over another group from the next plan on; the caller must install that plan at once.
   void use_group(const std::string& group_name);
-  // Sets the process groups for the links of a group's coded buckets' chains, in order; see
+  // Sets the process groups for the stages of a group's coded buckets' pipelines, in order; see
   // comm/worker.h. Needed before a plan with coded buckets.
-  void use_chains(std::vector<std::shared_ptr<comm::Collective>> links, size_t group = 0);
+  void use_pipelines(std::vector<std::shared_ptr<comm::Collective>> stages, size_t group = 0);
   // Sets the process group over which regions travel, of the same ranks. Needed before a plan with
   // sharded buckets.
   void use_shards(const std::string& group_name);
@@ -204,7 +204,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void use_watch(std::shared_ptr<FaultWatch> watch);
   // Returns the step timing of the latest window that all ranks have reported; nothing without a
   // watch, or on devices.
-  std::optional<PaceReport> pace() const;
+  std::optional<StepTimingReport> step_timing() const;
   // Returns the seconds so far in which this rank waited for no other, up to a change of activity.
   double busy_seconds() const;
   // Runs `exchange`, in which this rank waits for others, and counts its time as waiting.
@@ -289,15 +289,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void begin_backward();
   void open_step();
   void withhold();
-  void start_givers();
-  std::vector<int64_t> await_givers();
+  void start_contributors();
+  std::vector<int64_t> await_contributors();
   void advance();
   void launch(Bucket& bucket);
   void send(Bucket& bucket);
   void keep(const Bucket& bucket);
   bool may_take_early(const Bucket& bucket, size_t slot);
   bool is_broken() const;
-  bool settle(std::unique_lock<std::recursive_mutex>& lock);
+  bool agree_on_averages(std::unique_lock<std::recursive_mutex>& lock);
   void receive_all();
   void vote();
   bool meet(std::unique_lock<std::recursive_mutex>& lock);
@@ -316,16 +316,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void await(size_t bucket);
   void begin_to_await(size_t bucket);
   bool arrives_within(size_t bucket, std::chrono::milliseconds time);
-  bool comes_within(size_t bucket, std::chrono::milliseconds patience);
+  bool comes_within(size_t bucket, std::chrono::milliseconds timeout);
   [[noreturn]] void fail(size_t bucket, const char* what, const std::string& error);
-  Wanted wanted(size_t bucket) const;
+  ExpectedCollective expected(size_t bucket) const;
   double waited() const;
   void watch_over(const std::shared_ptr<comm::Collective>& ranks);
-  void follow(std::function<Wanted()> what);
+  void follow(std::function<ExpectedCollective()> what);
   void follow_step();
   void check_agreement();
   void await_region(comm::InFlight& gather);
-  void await_last_issued(comm::InFlight& work, Phase phase, const std::string& place);
+  void await_last_issued(comm::InFlight& work, Phase phase, const std::string& label);
   bool is_running(int64_t generation) const {
     return backward_running_ && generation == generation_;
   }
@@ -383,28 +383,29 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   uint64_t first_node_ = 0;  // of autograd's graph of the last forward
   bool backward_running_ = false;
   bool captured_ = false;
-  bool squares_ = false;         // the script clips gradients by their norm
-  bool skipping_ = false;        // this rank, the running step
-  bool counting_fires_ = false;  // static graph, first step: nothing is launched before the end
+  bool squares_ = false;   // the script clips gradients by their norm
+  bool skipping_ = false;  // this rank, the running step
+  bool counting_accumulations_ =
+      false;                // static graph, first step: nothing is launched before the end
   int64_t generation_ = 0;  // shows a final callback whether its backward is still the current one
   size_t next_ = 0;         // first bucket that has not been launched
-  std::chrono::milliseconds patience_{5000};  // how long a bucket may wait for room
+  std::chrono::milliseconds timeout_{5000};  // how long a bucket may wait for room
 
   PlanWatch watch_;
   UsageCheck usage_;
   StepLog log_;
   std::shared_ptr<FaultWatch> faults_;  // null: no watch
   size_t watched_as_ = 0;
-  std::shared_ptr<PaceBoard> board_;  // null: step timing is not shared
+  std::shared_ptr<StepTimingBoard> board_;  // null: step timing is not shared
   FaultWatch::Clock::time_point waits_since_;
   std::pair<int64_t, size_t> waited_for_{-1, 0};  // step and bucket
   RateMeter rate_;
   // Null if flags travel with the gradients, or not at all.
   std::unique_ptr<FlagExchange> flags_;
-  std::unique_ptr<FlagExchange> givers_;  // null before the first step that may be skipped
-  std::unique_ptr<FlagExchange> alike_;   // the bits of a digest; null before the first comparison
-  std::vector<bool> gives_;               // by bucket; then whether an optimizer has stepped
-  bool stepped_ = false;                  // an optimizer, since the last step
+  std::unique_ptr<FlagExchange> contributors_;  // null before the first step that may be skipped
+  std::unique_ptr<FlagExchange> alike_;  // the bits of a digest; null before the first comparison
+  std::vector<bool> gives_;              // by bucket; then whether an optimizer has stepped
+  bool stepped_ = false;                 // an optimizer, since the last step
   std::function<void(std::vector<int64_t>)> on_skips_;
   std::unique_ptr<Survival> survival_;  // null: a death ends the training
   std::vector<int64_t> counts_;         // used_counts() of a step whose plan has gone; else empty

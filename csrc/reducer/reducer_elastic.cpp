@@ -83,7 +83,7 @@ void Reducer::survive(Survivors survivors) {
   const Lock lock(mutex_);
   survival_ = std::make_unique<Survival>(params_);
   survival_->survivors = std::move(survivors);
-  routes_.group->let_host_wait(survival_->survivors.patience);
+  routes_.group->let_host_wait(survival_->survivors.timeout);
 }
 
 // Before the bucket is packed.
@@ -119,7 +119,7 @@ bool Reducer::is_broken() const { return survival_ && survival_->fault; }
 
 // Under `lock`. Returns once this rank may use the averages of the running step. True: they contain
 // gradients of ranks that are gone, and the survivors have yet to rebuild.
-bool Reducer::settle(UniqueLock& lock) {
+bool Reducer::agree_on_averages(UniqueLock& lock) {
   survival_->own.note_used();
   while (true) {
     try {
@@ -162,21 +162,21 @@ void Reducer::vote() {
   survival_->vote.start(*group);
   log_.progress()->issue();
   log_.progress()->reach(Phase::kWaiting);
-  Wanted wanted;
-  wanted.model = watched_as_;
-  wanted.issued = log_.progress()->issued();
-  wanted.place = concat("the vote that ends step ", stats_.steps + 1);
+  ExpectedCollective expected;
+  expected.model = watched_as_;
+  expected.issued = log_.progress()->issued();
+  expected.label = concat("the vote that ends step ", stats_.steps + 1);
   waits_since_ = FaultWatch::Clock::now();
   comm::InFlight& voting = survival_->vote.in_flight();
   try {
     const Lap lap = log_.waiting();
     if (faults_ && voting.can_be_asked() && !voting.is_done_within({})) {
-      faults_->wait(wanted,
+      faults_->wait(expected,
                     [&](std::chrono::milliseconds time) { return voting.is_done_within(time); });
     }
     voting.wait();
   } catch (const std::exception& error) {
-    if (faults_) faults_->explain(wanted, error.what(), waited());
+    if (faults_) faults_->explain(expected, error.what(), waited());
     throw;
   }
   survival_->vote.end();
@@ -216,7 +216,7 @@ void Reducer::rebuild(UniqueLock& lock) {
     const Unlocked unlocked(lock);
     rebuild();
   }
-  log_.restart_pace();
+  log_.restart_timing();
 }
 
 // At the end of a step.

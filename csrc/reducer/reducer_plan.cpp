@@ -129,7 +129,7 @@ void Reducer::call(Phase phase, const std::function<void()>& fn) {
   if (precision_) precision_->end_forward();  // Python reads the stored parameters
   log_.progress()->reach(phase);
   fn();
-  log_.restart_pace();
+  log_.restart_timing();
   log_.progress()->reach(Phase::kBetweenSteps);
 }
 

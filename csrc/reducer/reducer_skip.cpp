@@ -58,24 +58,25 @@ void Reducer::withhold() {
   gives_.assign(next_, true);
 }
 
-void Reducer::start_givers() {
-  if (!givers_) {
+void Reducer::start_contributors() {
+  if (!contributors_) {
     const auto& group = routes_.memory ? routes_.memory : routes_.group;
-    givers_ = std::make_unique<FlagExchange>(group, /*own=*/false);
+    contributors_ = std::make_unique<FlagExchange>(group, /*own=*/false);
   }
   if (!skipping_) gives_.assign(plan_.buckets.size(), true);
   gives_.resize(plan_.buckets.size());
   gives_.push_back(std::exchange(stepped_, false));
-  givers_->start(gives_, plan_.buckets.front().device());
+  contributors_->start(gives_, plan_.buckets.front().device());
   log_.progress()->issue();
 }
 
 // Returns the number of contributors by parameter; empty if every rank has contributed to all.
-std::vector<int64_t> Reducer::await_givers() {
-  if (!givers_ || !givers_->started()) return {};
-  const auto place = concat("the count of the ranks that do not skip step ", stats_.steps + 1);
-  givers_->wait([&](comm::InFlight& votes) { await_last_issued(votes, Phase::kWaiting, place); });
-  std::vector<int64_t> by_bucket = givers_->counts();
+std::vector<int64_t> Reducer::await_contributors() {
+  if (!contributors_ || !contributors_->started()) return {};
+  const auto label = concat("the count of the ranks that do not skip step ", stats_.steps + 1);
+  contributors_->wait(
+      [&](comm::InFlight& votes) { await_last_issued(votes, Phase::kWaiting, label); });
+  std::vector<int64_t> by_bucket = contributors_->counts();
   const int64_t stepped = by_bucket.back();
   by_bucket.pop_back();
   const int64_t ranks = routes_.group->size();

@@ -11,7 +11,7 @@
 #include "ops/buffers.h"
 #include "ops/ops.h"
 #include "reducer/reducer.h"
-#include "transport/chained.h"
+#include "transport/pipelined.h"
 
 namespace fastsync::engine {
 namespace {
@@ -187,11 +187,11 @@ void Reducer::use_group(const std::string& group_name) {
   abandon();
   routes_.group = comm::Collective::resolve(group_name);
   watch_over(routes_.group);
-  givers_.reset();
+  contributors_.reset();
   alike_.reset();
   if (survival_) {
     survival_->vote.drop();
-    routes_.group->let_host_wait(survival_->survivors.patience);
+    routes_.group->let_host_wait(survival_->survivors.timeout);
   }
   routes_.memory = nullptr;
   log_.progress()->restart();
@@ -212,16 +212,16 @@ void Reducer::use_memory(std::shared_ptr<comm::Collective> sums,
   const Lock lock(mutex_);
   Routes& used = routes(group);
   used.memory = std::move(sums);
-  givers_.reset();
+  contributors_.reset();
   alike_.reset();
   used.shards = std::move(regions);
   used.pool = std::move(pool);
 }
 
-void Reducer::use_chains(std::vector<std::shared_ptr<comm::Collective>> links, size_t group) {
+void Reducer::use_pipelines(std::vector<std::shared_ptr<comm::Collective>> stages, size_t group) {
   const Lock lock(mutex_);
-  for (const auto& link : links) watch_over(link);
-  routes(group).chains = std::make_shared<comm::Chains>(std::move(links));
+  for (const auto& stage : stages) watch_over(stage);
+  routes(group).pipelines = std::make_shared<comm::Pipelines>(std::move(stages));
 }
 
 void Reducer::shadow_step() {

@@ -25,8 +25,8 @@ void Reducer::use_watch(std::shared_ptr<FaultWatch> watch) {
   for (const auto& param : params_) names.push_back(param->name);
   // On devices the host does not wait for averages, so its times say nothing.
   const bool on_cpu = !params_.empty() && params_.front()->tensor.is_cpu();
-  board_ =
-      on_cpu ? std::make_shared<PaceBoard>(routes_.group->rank(), routes_.group->size()) : nullptr;
+  board_ = on_cpu ? std::make_shared<StepTimingBoard>(routes_.group->rank(), routes_.group->size())
+                  : nullptr;
   log_.use_board(board_);
   watched_as_ = faults_->add(log_.progress(), std::move(names), board_);
   for (const auto& ranks : {routes_.group, routes_.shards}) watch_over(ranks);
@@ -42,7 +42,7 @@ void Reducer::watch_over(const std::shared_ptr<comm::Collective>& ranks) {
 // Lets the monitor follow the collective that `what` describes, for which the current stream waits
 // and the host does not. With elastic training the host waits itself; a mark in a captured stream
 // would say nothing.
-void Reducer::follow(std::function<Wanted()> what) {
+void Reducer::follow(std::function<ExpectedCollective()> what) {
   if (!faults_ || survival_ || captured_ || params_.empty()) return;
   const at::Device device = params_.front()->tensor.device();
   if (!device.is_cpu()) faults_->follow(ops::mark_stream(device), std::move(what));
@@ -52,11 +52,11 @@ void Reducer::follow(std::function<Wanted()> what) {
 void Reducer::follow_step() {
   const int64_t issued = log_.progress()->issued();
   follow([model = watched_as_, issued, step = stats_.steps + 1, buckets = plan_.buckets.size()] {
-    Wanted wanted;
-    wanted.model = model;
-    wanted.issued = issued;
-    wanted.place = concat("the averages of step ", step, " (", buckets, " buckets)");
-    return wanted;
+    ExpectedCollective expected;
+    expected.model = model;
+    expected.issued = issued;
+    expected.label = concat("the averages of step ", step, " (", buckets, " buckets)");
+    return expected;
   });
 }
 
@@ -65,7 +65,7 @@ void Reducer::check_agreement() {
   if (faults_ && !survival_) faults_->check_agreement();
 }
 
-std::optional<PaceReport> Reducer::pace() const {
+std::optional<StepTimingReport> Reducer::step_timing() const {
   const Lock lock(mutex_);
   return board_ ? board_->latest() : std::nullopt;
 }
@@ -80,12 +80,12 @@ void Reducer::await_buffers(const std::function<void()>& exchange) {
   exchange();
 }
 
-Wanted Reducer::wanted(size_t bucket) const {
-  Wanted result;
+ExpectedCollective Reducer::expected(size_t bucket) const {
+  ExpectedCollective result;
   result.model = watched_as_;
   result.bucket = static_cast<int64_t>(bucket);
   result.issued = log_.progress()->issued_with(result.bucket + 1);
-  result.place = concat("bucket ", bucket, " of ", plan_.buckets.size(), " (",
+  result.label = concat("bucket ", bucket, " of ", plan_.buckets.size(), " (",
                         plan_.buckets[bucket].describe(), ") of step ", stats_.steps + 1);
   for (const Slot& slot : plan_.buckets[bucket].slots()) {
     result.parameters.push_back(slot.param->name);
@@ -209,19 +209,19 @@ void Reducer::await(size_t index) {
   begin_to_await(index);
   if (!faults_ || !bucket.can_be_asked()) return;
   if (arrives_within(index, {})) return;
-  faults_->wait(wanted(index),
+  faults_->wait(expected(index),
                 [&](std::chrono::milliseconds time) { return arrives_within(index, time); });
 }
 
-// Whether a bucket arrives within `patience`; watches for faults meanwhile.
-bool Reducer::comes_within(size_t index, std::chrono::milliseconds patience) {
-  if (!faults_ || !plan_.buckets[index].can_be_asked()) return arrives_within(index, patience);
+// Whether a bucket arrives within `timeout`; watches for faults meanwhile.
+bool Reducer::comes_within(size_t index, std::chrono::milliseconds timeout) {
+  if (!faults_ || !plan_.buckets[index].can_be_asked()) return arrives_within(index, timeout);
   begin_to_await(index);
   const auto start = FaultWatch::Clock::now();
   bool here = false;
-  faults_->wait(wanted(index), [&](std::chrono::milliseconds time) {
+  faults_->wait(expected(index), [&](std::chrono::milliseconds time) {
     here = arrives_within(index, time);
-    return here || FaultWatch::Clock::now() - start >= patience;
+    return here || FaultWatch::Clock::now() - start >= timeout;
   });
   return here;
 }
@@ -238,46 +238,46 @@ bool Reducer::arrives_within(size_t index, std::chrono::milliseconds time) {
 
 // Returns the seconds of the current wait.
 double Reducer::waited() const {
-  const Standing at = log_.progress()->now();
+  const ProgressSnapshot at = log_.progress()->now();
   if (static_cast<Phase>(at.phase) < Phase::kWaiting) return 0;
   return std::chrono::duration<double>(FaultWatch::Clock::now() - waits_since_).count();
 }
 
 // Waits for regions of parameters that an optimizer has updated.
 void Reducer::await_region(comm::InFlight& gather) {
-  const auto place = concat("the gathering of parameters after step ", stats_.steps);
-  await_last_issued(gather, Phase::kGathering, place);
+  const auto label = concat("the gathering of parameters after step ", stats_.steps);
+  await_last_issued(gather, Phase::kGathering, label);
   log_.progress()->reach(Phase::kBetweenSteps);
 }
 
-// Waits for the collective that was started last. `place`: its name in errors.
-void Reducer::await_last_issued(comm::InFlight& work, Phase phase, const std::string& place) {
+// Waits for the collective that was started last. `label`: its name in errors.
+void Reducer::await_last_issued(comm::InFlight& work, Phase phase, const std::string& label) {
   log_.progress()->reach(phase);
-  Wanted wanted;
-  wanted.model = watched_as_;
-  wanted.issued = log_.progress()->issued();
-  wanted.place = place;
+  ExpectedCollective expected;
+  expected.model = watched_as_;
+  expected.issued = log_.progress()->issued();
+  expected.label = label;
   waits_since_ = FaultWatch::Clock::now();
   const Lap lap = log_.waiting();
   const auto explained = [&](const auto& wait) {
     try {
       return wait();
     } catch (const std::exception& error) {
-      if (faults_) faults_->explain(wanted, error.what(), waited());
+      if (faults_) faults_->explain(expected, error.what(), waited());
       throw;
     }
   };
   if (faults_ && work.can_be_asked()) {
-    faults_->wait(wanted, [&](std::chrono::milliseconds time) {
+    faults_->wait(expected, [&](std::chrono::milliseconds time) {
       return explained([&] { return work.is_done_within(time); });
     });
   }
   explained([&] { return work.wait(); });
-  follow([wanted] { return wanted; });
+  follow([expected] { return expected; });
 }
 
 void Reducer::fail(size_t bucket, const char* what, const std::string& error) {
-  if (faults_ && communicates()) faults_->explain(wanted(bucket), error, waited());
+  if (faults_ && communicates()) faults_->explain(expected(bucket), error, waited());
   throw std::runtime_error(concat("fastsync: rank ", routes_.group->rank(), ", ", what, " bucket ",
                                   bucket, " of ", plan_.buckets.size(), " (",
                                   plan_.buckets[bucket].describe(), "): ", error));

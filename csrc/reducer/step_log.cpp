@@ -32,7 +32,7 @@ void StepLog::begin_forward() {
   times_.forward_start = now();
   mark(Mark::kForwardStart, plans_);
   progress_->reach(Phase::kForward);
-  pace_.reach(Activity::kForward);
+  timing_.reach(Activity::kForward);
 }
 
 void StepLog::end_forward() {
@@ -45,7 +45,7 @@ void StepLog::begin_backward() {
   times_.backward_start = now();
   mark(Mark::kBackwardStart, plans_);
   progress_->begin_backward();
-  pace_.reach(Activity::kBackward);
+  timing_.reach(Activity::kBackward);
   times_.first_send = 0;
   sent_ = 0;
 }
@@ -53,7 +53,7 @@ void StepLog::begin_backward() {
 void StepLog::sending() {
   if (sent_++ == 0) times_.first_send = now();
   progress_->sent(sent_);
-  pace_.reach(Activity::kPacking);
+  timing_.reach(Activity::kPacking);
 }
 
 void StepLog::end_backward() {
@@ -68,7 +68,7 @@ void StepLog::end_step(std::vector<bool> used) {
   last_.buckets = sent_;
   if (!last_.used.empty() && used != last_.used) last_.same_so_far = false;
   last_.used = std::move(used);
-  const std::optional<Times> means = pace_.end_step(steps_ + 1);
+  const std::optional<Times> means = timing_.end_step(steps_ + 1);
   if (means && board_) board_->post(steps_ + 1, *means);
 }
 

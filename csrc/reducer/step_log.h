@@ -41,7 +41,7 @@ class StepLog {
   // Records into `timeline` from now on; nullptr: no longer.
   void set_timeline(std::shared_ptr<Timeline> timeline);
   // Posts this rank's step timing on `board` from now on; null: no longer.
-  void use_board(std::shared_ptr<PaceBoard> board) { board_ = std::move(board); }
+  void use_board(std::shared_ptr<StepTimingBoard> board) { board_ = std::move(board); }
   void plan_installed(int64_t plans) { plans_ = plans; }
   // Sets the number of synchronised backwards.
   void count_steps(int64_t steps);
@@ -60,15 +60,15 @@ class StepLog {
   void end_forward();
   void begin_backward();
   void sending();
-  void sent() { pace_.reach(Activity::kBackward); }
+  void sent() { timing_.reach(Activity::kBackward); }
   void end_backward();
   // All buckets have been sent; other wrappers of the backward may wait before this one does.
-  void begin_wait() { pace_.reach(Activity::kWaiting); }
+  void begin_wait() { timing_.reach(Activity::kWaiting); }
   // Counts this rank as waiting while the returned object lives.
-  Lap waiting() { return {pace_, Activity::kWaiting}; }
+  Lap waiting() { return {timing_, Activity::kWaiting}; }
   // The ranks have planned.
-  void restart_pace() { pace_.restart(); }
-  int64_t busy() const { return pace_.busy(); }
+  void restart_timing() { timing_.restart(); }
+  int64_t busy() const { return timing_.busy(); }
   void end_step(std::vector<bool> used);
   // The trained parameters change: earlier steps cannot be compared with later ones.
   void forget_used() { last_.used.clear(); }
@@ -88,8 +88,8 @@ class StepLog {
   int64_t plans_ = 0;
   std::shared_ptr<Timeline> timeline_;
   bool paused_ = false;
-  Pace pace_;
-  std::shared_ptr<PaceBoard> board_;
+  StepTiming timing_;
+  std::shared_ptr<StepTimingBoard> board_;
   std::shared_ptr<Progress> progress_ = std::make_shared<Progress>();
 };
 

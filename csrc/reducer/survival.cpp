@@ -15,7 +15,7 @@ namespace {
 // A gradient's memory returns to the stream of the backward that made it. It must not be reused
 // there while the current stream reads it. Its contents are ready: at the end of a backward, the
 // current stream waits for all streams of the backward.
-void lend_to_current_stream(const at::Tensor& grad) {
+void record_on_current_stream(const at::Tensor& grad) {
   if (grad.is_cpu() || !grad.has_storage()) return;
   const c10::impl::VirtualGuardImpl guard(grad.device().type());
   guard.recordDataPtrOnStream(grad.storage().data_ptr(), guard.getStream(grad.device()));
@@ -38,7 +38,7 @@ void OwnGradients::note_used() {
 void OwnGradients::restore_gradients() const {
   for (size_t i = 0; i < params_.size(); ++i) {
     if (!grads_[i].defined()) continue;
-    lend_to_current_stream(grads_[i]);
+    record_on_current_stream(grads_[i]);
     params_[i]->tensor.mutable_grad() = grads_[i];
   }
 }

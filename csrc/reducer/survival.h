@@ -68,7 +68,7 @@ struct Survivors {
   std::function<int64_t(int64_t steps, bool complete, const std::string& error)> meet;
   // Makes the reducer average over the survivors from now on.
   std::function<void()> rebuild;
-  std::chrono::milliseconds patience;  // for a collective of a device
+  std::chrono::milliseconds timeout;  // for a collective of a device
 };
 
 struct Survival {

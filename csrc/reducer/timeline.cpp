@@ -166,7 +166,7 @@ std::vector<TimelineEvent> Timeline::events() const {
   return events;
 }
 
-int64_t Timeline::unsettled() const {
+int64_t Timeline::unfinished_events() const {
   const uint64_t end = recorded_.load(std::memory_order_relaxed);
   int64_t left = 0;
   for (uint64_t number = first_kept(end); number < end; ++number) {
@@ -176,12 +176,12 @@ int64_t Timeline::unsettled() const {
   return left;
 }
 
-int64_t Timeline::settle(std::chrono::milliseconds time) const {
+int64_t Timeline::await_events(std::chrono::milliseconds time) const {
   const auto end = std::chrono::steady_clock::now() + time;
-  int64_t left = unsettled();
+  int64_t left = unfinished_events();
   while (left > 0 && std::chrono::steady_clock::now() < end) {
     std::this_thread::sleep_for(kPause);
-    left = unsettled();
+    left = unfinished_events();
   }
   return left;
 }

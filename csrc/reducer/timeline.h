@@ -81,7 +81,7 @@ class Timeline : public std::enable_shared_from_this<Timeline> {
   std::vector<TimelineEvent> events() const;
   // Waits until the device has reached all marks, at most for `time`: a collective may wait for a
   // rank that is gone. Returns how many it has not reached.
-  int64_t settle(std::chrono::milliseconds time) const;
+  int64_t await_events(std::chrono::milliseconds time) const;
   // Returns the number of overwritten marks.
   int64_t dropped() const;
 
@@ -102,7 +102,7 @@ class Timeline : public std::enable_shared_from_this<Timeline> {
   bool read(uint64_t sequence, TimelineEvent& event) const;
   void record_on_stream(Entry& entry);
   bool look_up(Entry& entry, uint64_t sequence) const;
-  int64_t unsettled() const;
+  int64_t unfinished_events() const;
   uint64_t first_kept(uint64_t end) const { return end > ring_.size() ? end - ring_.size() : 0; }
 
   const c10::Device device_;

@@ -121,7 +121,7 @@ class Channel {
   size_t ranks() const { return segments_.size(); }
 
  private:
-  using Clock = Bell::Clock;
+  using Clock = FutexEvent::Clock;
   static constexpr int kChunkBits = 24;
 
   struct alignas(64) Entry {
@@ -138,7 +138,7 @@ class Channel {
     std::array<Entry, kSlots> entries;
     std::array<std::atomic<uint64_t>, kSlots> claimed;
     std::array<std::atomic<uint64_t>, kSlots> finished;
-    Bell::Words bell;
+    FutexEvent::Words event;
   };
 
   Header& header(size_t rank) const;
@@ -157,12 +157,12 @@ class Channel {
   void finish_one(const Sum& sum);
   void add_chunk(const Sum& sum, int64_t chunk);
   void tell_squares(const Sum& sum, int64_t chunk, int64_t begin, int64_t end) const;
-  void notify() { Bell(common().bell).ring(); }
+  void notify() { FutexEvent(common().event).notify(); }
   void check_in_time(const Sum& sum, bool done, const std::string& what = "a sum over ranks") const;
   // Returns whether `done` has come true.
   template <class Done>
   bool sleep_until(const Sum& sum, const Done& done, Clock::time_point end) {
-    return Bell(common().bell).wait_until(done, end, [&] { check_ranks(sum); });
+    return FutexEvent(common().event).wait_until(done, end, [&] { check_ranks(sum); });
   }
   void check_ranks(const Sum& sum) const;
   std::vector<size_t> absent(const Sum& sum) const;

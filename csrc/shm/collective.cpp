@@ -199,7 +199,7 @@ class ShmCollective::Borrowed final : public CalledByWait<Incoming> {
   bool can_be_asked() const override { return true; }
 
   const std::vector<at::Tensor>& parts() const override { return parts_; }
-  void give_back() override {
+  void release() override {
     parts_.clear();
     exchange_.done_reading();
   }

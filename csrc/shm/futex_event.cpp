@@ -11,20 +11,20 @@
 namespace fastsync::comm {
 
 // Between processes: not FUTEX_PRIVATE.
-void Bell::ring() {
+void FutexEvent::notify() {
   words_.changes.fetch_add(1);
   if (words_.sleepers.load() == 0) return;
   auto* const word = reinterpret_cast<uint32_t*>(&words_.changes);
   syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-void Bell::pause_briefly() {
+void FutexEvent::pause_briefly() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #endif
 }
 
-bool Bell::sleep(uint32_t seen, std::chrono::milliseconds time) {
+bool FutexEvent::sleep(uint32_t seen, std::chrono::milliseconds time) {
   const auto count = time.count();
   timespec limit{static_cast<time_t>(count / 1000), static_cast<long>(count % 1000) * 1000000};
   auto* const word = reinterpret_cast<uint32_t*>(&words_.changes);

@@ -8,7 +8,7 @@
 
 namespace fastsync::comm {
 
-class Bell {
+class FutexEvent {
  public:
   using Clock = std::chrono::steady_clock;
 
@@ -18,10 +18,10 @@ class Bell {
     std::atomic<uint32_t> sleepers;
   };
 
-  explicit Bell(Words& words) : words_(words) {}
+  explicit FutexEvent(Words& words) : words_(words) {}
 
   // Wakes all waiters, after something that one may wait for has come true.
-  void ring();
+  void notify();
 
   // Returns whether `done` has come true, by `end` at the latest. `idle` is called at times at
   // which nothing rings; it may throw.

@@ -1,18 +1,18 @@
-// Letters between the ranks of one machine, in memory that they share. No torch header.
+// Packets between the ranks of one machine, in memory that they share. No torch header.
 //
-// [Note: letters]
-// Each rank has a table of boxes, one for each tag, in its own segment. The ranks' exchanges under
+// [Note: packets]
+// Each rank has a table of slots, one for each tag, in its own segment. The ranks' exchanges under
 // a tag have numbers, 1, 2, ...: every rank makes as many, and in the same order; exchanges under
 // other tags may come in any other order. With exchange n
 //
-//   1. a rank posts: it writes what the others shall read, then in its box of the tag where that
+//   1. a rank posts: it writes what the others shall read, then in its slot of the tag where that
 //      is, and last the number n;
 //   2. it waits until each of the others has posted, and reads where they wrote;
-//   3. it says in its own box that it is done: it has read what it needed of all letters up to n,
+//   3. it says in its own slot that it is done: it has read what it needed of all packets up to n,
 //      or never will.
 //
-// A letter belongs to its readers, who may include its writer, until all ranks are done. A box
-// holds the last kLetters; who posts more waits until the oldest has been read. Numbers only grow
+// A packet belongs to its readers, who may include its writer, until all ranks are done. A slot
+// holds the last kPackets; who posts more waits until the oldest has been read. Numbers only grow
 // and each word has one writer, so nothing is reset.
 #pragma once
 
@@ -29,36 +29,36 @@
 
 namespace fastsync::comm {
 
-class Mail {
+class Mailbox {
  public:
-  static constexpr size_t kBoxes = 1024;
-  static constexpr size_t kLetters = 4;
+  static constexpr size_t kSlots = 1024;
+  static constexpr size_t kPackets = 4;
 
   // A rank's slot for one tag; zeros at first.
-  struct Box {
-    std::array<std::atomic<uint64_t>, kLetters> offsets;
-    std::array<std::atomic<uint64_t>, kLetters> numbers;
+  struct Slot {
+    std::array<std::atomic<uint64_t>, kPackets> offsets;
+    std::array<std::atomic<uint64_t>, kPackets> numbers;
     std::atomic<uint64_t> done;
   };
   struct Table {
-    Bell::Words bell;  // rank 0's is rung
-    std::array<Box, kBoxes> boxes;
+    FutexEvent::Words event;  // rank 0's is notified
+    std::array<Slot, kSlots> slots;
   };
 
   // Segments by rank, this process's among them, and where their tables lie. `timeout`: how long a
   // rank may be waited for.
-  Mail(std::vector<std::shared_ptr<Segment>> segments, size_t rank, std::vector<size_t> tables,
-       std::chrono::milliseconds timeout);
+  Mailbox(std::vector<std::shared_ptr<Segment>> segments, size_t rank, std::vector<size_t> tables,
+          std::chrono::milliseconds timeout);
 
   // Others may read what stands at `offset` in this rank's segment. Throws std::runtime_error,
   // naming the ranks, where some have ended or do not read in time what was posted long before.
   void post(size_t tag, uint64_t number, size_t offset);
   // The message that another rank has posted; valid until done(). Throws as post() does.
-  const std::byte* letter(size_t tag, uint64_t number, size_t sender);
+  const std::byte* packet(size_t tag, uint64_t number, size_t sender);
   // Whether all ranks have posted, within that time. Throws as post() does, `since` being when the
   // wait began.
   bool have_posted(size_t tag, uint64_t number, std::chrono::milliseconds time,
-                   Bell::Clock::time_point since);
+                   FutexEvent::Clock::time_point since);
   void done(size_t tag, uint64_t number);
   // Whether no rank, this one included, reads any more what this rank has posted.
   bool is_read(size_t tag, uint64_t number) const;
@@ -71,17 +71,17 @@ class Mail {
 
  private:
   Table& table(size_t rank) const;
-  Box& box(size_t rank, size_t tag) const { return table(rank).boxes.at(tag); }
+  Slot& slot(size_t rank, size_t tag) const { return table(rank).slots.at(tag); }
   bool has_posted(size_t rank, size_t tag, uint64_t number) const {
-    return box(rank, tag).numbers.at(number % kLetters).load() >= number;
+    return slot(rank, tag).numbers.at(number % kPackets).load() >= number;
   }
   bool is_done(size_t rank, size_t tag, uint64_t number) const {
-    return box(rank, tag).done.load() >= number;
+    return slot(rank, tag).done.load() >= number;
   }
   // Whether `done` has come true by `end`, for which `rank` has to do `what`. Throws if that has
   // ended.
   template <class Done>
-  bool comes_by(Bell::Clock::time_point end, size_t rank, const char* what, const Done& done);
+  bool comes_by(FutexEvent::Clock::time_point end, size_t rank, const char* what, const Done& done);
   template <class Done>
   void wait_for(size_t rank, const char* what, const Done& done);
   [[noreturn]] void give_up(size_t rank, const char* what) const;

@@ -61,24 +61,24 @@ class ShmMessages final : public Collective {
   // Exchanges under one tag come in the same order on all ranks. Any thread may wait.
   std::unique_ptr<InFlight> exchange(std::vector<Message> received, std::vector<Message> sent,
                                      int tag) override;
-  std::shared_ptr<Incoming> lend(const std::vector<Expected>& expected, at::ScalarType dtype,
-                                 const std::vector<Message>& sent, int tag) override;
-  // Frees what no letter has needed since the last time.
+  std::shared_ptr<Incoming> borrow(const std::vector<Expected>& expected, at::ScalarType dtype,
+                                   const std::vector<Message>& sent, int tag) override;
+  // Frees what no packet has needed since the last time.
   void trim() override;
 
  private:
-  class Letters;
+  class Packets;
   class Reading;
-  class Lent;
+  class InPlace;
   struct Contents;
   // A message that others may still read.
   struct Posted {
     size_t tag = 0;
     uint64_t number = 0;
-    at::Tensor letter;
+    at::Tensor packet;
   };
 
-  std::unique_ptr<Letters> post(const std::vector<Message>& sent, size_t box);
+  std::unique_ptr<Packets> post(const std::vector<Message>& sent, size_t slot);
   at::Tensor write(const Contents& contents);
   void take_back();
   void await_readers(size_t bytes);
@@ -87,8 +87,8 @@ class ShmMessages final : public Collective {
   std::shared_ptr<Collective> group_;
   std::shared_ptr<SharedMemory> memory_;
   at::Tensor table_;
-  SharedWords words_;  // others may still read where the table is
-  std::shared_ptr<Mail> mail_;
+  SharedStatements words_;  // others may still read where the table is
+  std::shared_ptr<Mailbox> mailbox_;
   std::mutex mutex_;                              // of what follows
   std::unordered_map<size_t, uint64_t> numbers_;  // of the last exchange, by tag
   std::deque<Posted> posted_;

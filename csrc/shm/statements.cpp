@@ -16,8 +16,8 @@ uint64_t hash_of(const std::string& text) {
 
 }  // namespace
 
-SharedWords::SharedWords(const SharedMemory& memory, size_t channel,
-                         std::chrono::milliseconds timeout)
+SharedStatements::SharedStatements(const SharedMemory& memory, size_t channel,
+                                   std::chrono::milliseconds timeout)
     : channel_(memory.make_channel(channel, timeout)) {
   for (size_t i = 0; i < mine_.size(); ++i) {
     mine_[i] = memory.make_flat(static_cast<int64_t>(sizeof(Word)), at::kByte);
@@ -25,7 +25,8 @@ SharedWords::SharedWords(const SharedMemory& memory, size_t channel,
   }
 }
 
-std::optional<std::vector<double>> SharedWords::exchange(const std::string& said, double number) {
+std::optional<std::vector<double>> SharedStatements::exchange(const std::string& said,
+                                                              double number) {
   const Word mine{hash_of(said), number};
   turn_ = (turn_ + 1) % mine_.size();
   std::memcpy(mine_[turn_].mutable_data_ptr(), &mine, sizeof(Word));

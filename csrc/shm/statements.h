@@ -17,11 +17,11 @@
 namespace fastsync::comm {
 
 // One thread at a time, of every rank.
-class SharedWords {
+class SharedStatements {
  public:
   // Uses the channel with this index, which has no other user. `timeout`: how long a rank may be
   // waited for.
-  SharedWords(const SharedMemory& memory, size_t channel, std::chrono::milliseconds timeout);
+  SharedStatements(const SharedMemory& memory, size_t channel, std::chrono::milliseconds timeout);
 
   // The numbers of all ranks, by rank; nothing where they do not all say the same. Throws
   // std::runtime_error, naming the ranks, where some have ended or did not come in time.

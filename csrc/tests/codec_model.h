@@ -215,7 +215,7 @@ inline void expect_block(WireBuffer& payload, Wire format, int64_t element,
 }
 
 inline double value_in(const CodedBlock& block, Wire format, size_t i) {
-  return block.poisoned ? kNan : decoded(format, block.codes[i], block.scale);
+  return block.is_non_finite ? kNan : decoded(format, block.codes[i], block.scale);
 }
 
 inline void expect_number(DType dtype, uint64_t bits, double value, int64_t element,

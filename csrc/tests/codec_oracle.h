@@ -190,7 +190,7 @@ inline double quotient(Wire format, double x, uint32_t scale) {
 struct CodedBlock {
   std::vector<uint32_t> codes;
   uint32_t scale = 0;
-  bool poisoned = false;
+  bool is_non_finite = false;
 };
 
 // `x` holds floats; `first` is the index of x[0].
@@ -200,9 +200,9 @@ inline CodedBlock code_block(Wire format, const std::vector<double>& x, const Ro
   double largest = 0;
   for (const double value : x) {
     largest = std::max(largest, std::fabs(value));
-    block.poisoned |= is_scaled(format) && !(std::fabs(value) < std::ldexp(1, 127));
+    block.is_non_finite |= is_scaled(format) && !(std::fabs(value) < std::ldexp(1, 127));
   }
-  if (block.poisoned) {
+  if (block.is_non_finite) {
     block.scale = is_integer(format) ? 0x7fc0 : 255;
     block.codes.assign(x.size(), 0);
     return block;

@@ -276,9 +276,10 @@ void poison_leaves_the_residual(const CodecBackend& backend, Wire format) {
     const std::vector<float> found = tensor.encode(values, residual, {false, 0});
     const auto block = static_cast<size_t>(is_scaled(format) ? block_of(format) : 1);
     for (size_t i = 0; i < values.size(); ++i) {
-      const bool poisoned = i / block == 300 / block;
-      EXPECT(std::isfinite(found[i]) != poisoned, "element ", i, " next to ", bad, ": ", found[i]);
-      EXPECT((residual[i] == 0.125f) == poisoned, "residual ", i, ": ", residual[i]);
+      const bool is_non_finite = i / block == 300 / block;
+      EXPECT(std::isfinite(found[i]) != is_non_finite, "element ", i, " next to ", bad, ": ",
+             found[i]);
+      EXPECT((residual[i] == 0.125f) == is_non_finite, "residual ", i, ": ", residual[i]);
     }
   }
 }

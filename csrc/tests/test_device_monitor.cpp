@@ -21,16 +21,16 @@ struct Ranks {
   std::atomic<bool> known{false};
   std::atomic<int> searches{0};
   std::atomic<int> aborts{0};
-  std::promise<std::string> found;  // places of the oldest and the newest mark
+  std::promise<std::string> found;  // wait_scopes of the oldest and the newest mark
   std::promise<void> aborted;
   std::promise<void> ended;
 
   DeviceMonitor::Listener listener(double warn_after) {
     DeviceMonitor::Listener made;
-    made.patience = [warn_after] { return Patience{warn_after}; };
+    made.backoff = [warn_after] { return Backoff{warn_after}; };
     made.is_troubled = [this] { return troubled.load(); };
     made.find = [this](const DeviceMonitor::Pending& pending) {
-      if (searches++ == 0) found.set_value(pending.oldest.place + " " + pending.newest.place);
+      if (searches++ == 0) found.set_value(pending.oldest.label + " " + pending.newest.label);
       return true;
     };
     made.is_known_to_script = [this] { return known.load(); };
@@ -45,11 +45,11 @@ struct Ranks {
   }
 };
 
-DeviceMonitor::What named(const std::string& place) {
-  return [place] {
-    Wanted wanted;
-    wanted.place = place;
-    return wanted;
+DeviceMonitor::What named(const std::string& label) {
+  return [label] {
+    ExpectedCollective expected;
+    expected.label = label;
+    return expected;
   };
 }
 
@@ -88,7 +88,7 @@ void names_what_the_device_has_not_passed() {
   DeviceMonitor monitor(ranks.listener(kNever));
   monitor.add(ranks.communicator());
   monitor.follow([] { return true; }, named("a"));
-  for (const char* place : {"b", "c", "d"}) monitor.follow([] { return false; }, named(place));
+  for (const char* label : {"b", "c", "d"}) monitor.follow([] { return false; }, named(label));
   ranks.troubled = true;
   const std::string found = ranks.found.get_future().get();
   EXPECT(found == "b d", found);

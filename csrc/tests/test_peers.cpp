@@ -1,4 +1,4 @@
-// Connections between ranks: news reaches all that live, and ends are seen. Meant for
+// Connections between ranks: events reach all that live, and ends are seen. Meant for
 // ThreadSanitizer too.
 #include <chrono>
 #include <future>
@@ -25,14 +25,14 @@ class Rank {
 
   std::vector<int64_t> connect(const std::vector<PeerAddress>& all, int64_t rank) {
     Peers::Listener listener;
-    listener.beat = [rank] { return std::to_string(rank); };
-    listener.on_beat = [this](int64_t from, const std::string& beat) {
+    listener.heartbeat = [rank] { return std::to_string(rank); };
+    listener.on_heartbeat = [this](int64_t from, const std::string& heartbeat) {
       const std::lock_guard<std::mutex> lock(mutex_);
-      beats_[from] = beat;
+      heartbeats_[from] = heartbeat;
     };
-    listener.on_news = [this](const std::string& news) {
+    listener.on_event = [this](const std::string& event) {
       const std::lock_guard<std::mutex> lock(mutex_);
-      ++news_[news];
+      ++events_[event];
     };
     listener.on_closed = [this](int64_t from, bool /*lost*/) {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -41,13 +41,13 @@ class Rank {
     return peers.connect(all, rank, std::move(listener));
   }
 
-  int heard(const std::string& news) {
+  int heard(const std::string& event) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return news_[news];
+    return events_[event];
   }
   std::string beat_of(int64_t rank) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return beats_[rank];
+    return heartbeats_[rank];
   }
   bool saw_end_of(int64_t rank) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -56,8 +56,8 @@ class Rank {
 
  private:
   std::mutex mutex_;
-  std::map<std::string, int> news_;
-  std::map<int64_t, std::string> beats_;
+  std::map<std::string, int> events_;
+  std::map<int64_t, std::string> heartbeats_;
   std::set<int64_t> closed_;
 
  public:
@@ -103,19 +103,19 @@ void calls_each_neighbour_once() {
   EXPECT(Peers::called_by(0, 10000).size() == 13, "");
 }
 
-void news_reaches_all_once() {
+void an_event_reaches_all_once() {
   for (const int64_t count : {2, 3, 4, 9}) {
     const auto ranks = connected(count);
-    const auto news_of = [](const Rank& rank) {
+    const auto event_of = [](const Rank& rank) {
       return concat("from ", rank.peers.address().port);
     };
-    for (const auto& rank : ranks) rank->peers.flood(news_of(*rank));
+    for (const auto& rank : ranks) rank->peers.flood(event_of(*rank));
     for (const auto& from : ranks) {
-      const std::string news = news_of(*from);
+      const std::string event = event_of(*from);
       for (const auto& to : ranks) {
         if (to == from) continue;
-        EXPECT(comes_true([&] { return to->heard(news) > 0; }), "");
-        EXPECT(to->heard(news) == 1, "");
+        EXPECT(comes_true([&] { return to->heard(event) > 0; }), "");
+        EXPECT(to->heard(event) == 1, "");
       }
     }
     EXPECT(comes_true([&] { return ranks[1]->beat_of(0) == "0"; }), "");
@@ -194,7 +194,7 @@ int main(int argc, char** argv) {
   using namespace fastsync::comm;  // NOLINT: cases only
   return fastsync::testing::run_cases(
       {{"neighbours", calls_each_neighbour_once},
-       {"news", news_reaches_all_once},
+       {"event", an_event_reaches_all_once},
        {"IPv6", news_travels_by_ipv6},
        {"no address", a_name_is_no_address},
        {"last words", last_words_come_before_the_end},

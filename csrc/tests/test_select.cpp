@@ -1,4 +1,4 @@
-// Top-k selection against a stable sort, and what error feedback keeps of poisoned values.
+// Top-k selection against a stable sort, and what error feedback keeps of non-finite values.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Chains on the worker thread: order at every link, errors, and leaving early. Meant for
+// Pipelines on the worker thread: order at every stage, errors, and leaving early. Meant for
 // ThreadSanitizer too.
 #include <atomic>
 #include <chrono>
@@ -17,26 +17,28 @@ namespace {
 
 using std::chrono::microseconds;
 
-// Chains that each link has started, in order: a chain appends its number when it comes to the
-// link.
-struct Links {
-  explicit Links(size_t count) : started(count) {}
+// Pipelines that each stage has started, in order: a pipeline appends its number when it comes to
+// the stage.
+struct Stages {
+  explicit Stages(size_t count) : started(count) {}
   std::mutex mutex;
   std::vector<std::vector<int>> started;
 
-  void start(size_t link, int chain) {
+  void start(size_t stage, int pipeline) {
     const std::lock_guard<std::mutex> lock(mutex);
-    started.at(link).push_back(chain);
+    started.at(stage).push_back(pipeline);
   }
 };
 
-// A chain whose first link the submitter starts; each step waits a little and starts the next link.
-Worker::Step chain_of(const std::shared_ptr<Links>& links, int number, size_t length, int wait_us) {
-  links->start(0, number);
-  return [=, link = size_t{0}]() mutable {
+// A pipeline whose first stage the submitter starts; each step waits a little and starts the next
+// stage.
+Worker::Step chain_of(const std::shared_ptr<Stages>& stages, int number, size_t length,
+                      int wait_us) {
+  stages->start(0, number);
+  return [=, stage = size_t{0}]() mutable {
     std::this_thread::sleep_for(microseconds(wait_us));
-    if (++link == length) return false;
-    links->start(link, number);
+    if (++stage == length) return false;
+    stages->start(stage, number);
     return true;
   };
 }
@@ -44,20 +46,21 @@ Worker::Step chain_of(const std::shared_ptr<Links>& links, int number, size_t le
 void keeps_order_at_every_link() {
   std::mt19937 random(1);
   for (int round = 0; round < 20; ++round) {
-    constexpr int kChains = 40;
+    constexpr int kPipelines = 40;
     constexpr size_t kLinks = 4;
-    const auto links = std::make_shared<Links>(kLinks);
+    const auto stages = std::make_shared<Stages>(kLinks);
     Worker worker;
     std::vector<std::shared_ptr<Ticket>> tickets;
-    for (int i = 0; i < kChains; ++i) {
+    for (int i = 0; i < kPipelines; ++i) {
       const size_t length = 1 + random() % kLinks;
-      tickets.push_back(worker.submit(chain_of(links, i, length, static_cast<int>(random() % 50))));
+      tickets.push_back(
+          worker.submit(chain_of(stages, i, length, static_cast<int>(random() % 50))));
       std::this_thread::sleep_for(microseconds(random() % 100));
     }
     for (const auto& ticket : tickets) ticket->wait();
-    for (const auto& started : links->started) {
+    for (const auto& started : stages->started) {
       for (size_t i = 1; i < started.size(); ++i) {
-        EXPECT(started[i - 1] < started[i], "chain ", started[i], " was overtaken by ",
+        EXPECT(started[i - 1] < started[i], "pipeline ", started[i], " was overtaken by ",
                started[i - 1]);
       }
     }
@@ -112,7 +115,7 @@ void leaves_a_hanging_chain_behind() {
   ticket->wait();
 }
 
-// A chain that was left never goes on, though it is woken; later chains do.
+// A pipeline that was left never goes on, though it is woken; later pipelines do.
 void a_chain_that_is_left_takes_no_further_step() {
   const auto woken = std::make_shared<std::atomic<bool>>(false);
   const auto steps = std::make_shared<std::atomic<int>>(0);

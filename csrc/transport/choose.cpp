@@ -3,10 +3,10 @@
 #include <utility>
 
 #include "../check.h"
-#include "chained.h"
 #include "coded.h"
 #include "hierarchical.h"
 #include "hooked.h"
+#include "pipelined.h"
 #include "sparse.h"
 
 namespace fastsync::engine {
@@ -46,8 +46,8 @@ std::unique_ptr<Regions> regions_of(const BucketSpec& spec, const Routes& routes
   if (coded.node_ranks == 1) {
     return make_coded_regions(layout, coded, like.device(), routes.shards, routes.pool);
   }
-  FS_CHECK(routes.chains, "hierarchical buckets need process groups for their chains");
-  return make_node_regions(layout, coded, like.device(), routes.chains, routes.pool);
+  FS_CHECK(routes.pipelines, "hierarchical buckets need process groups for their pipelines");
+  return make_node_regions(layout, coded, like.device(), routes.pipelines, routes.pool);
 }
 
 // Returns the carrier of sums: shared memory if the ranks have it. The bucket of a sparse gradient
@@ -79,8 +79,8 @@ std::unique_ptr<Transport> choose_transport(const BucketSpec& spec, Slots& slots
   if (spec.scatter) return make_scattered(*spec.scatter, slots, regions_of(spec, routes));
   const at::Device device = slots.front().param->tensor.device();
   if (spec.coded) {
-    FS_CHECK(routes.chains, "coded buckets need process groups for their chains");
-    return make_chained(make_coding(spec, *routes.group, device), slots, routes.chains);
+    FS_CHECK(routes.pipelines, "coded buckets need process groups for their pipelines");
+    return make_pipelined(make_coding(spec, *routes.group, device), slots, routes.pipelines);
   }
   const HookPlace place{index, count};
   auto flat = routes.hook ? make_hooked(spec.flat, slots, routes.hook, place, routes.group->size())

@@ -33,8 +33,8 @@ struct BucketSpec {
 // Routes that a bucket may travel over.
 struct Routes {
   std::shared_ptr<comm::Collective> group;
-  std::shared_ptr<comm::Chains> chains;  // for codes
-  std::shared_ptr<comm::Hook> hook;      // of the user, reduces the buckets
+  std::shared_ptr<comm::Pipelines> pipelines;  // for codes
+  std::shared_ptr<comm::Hook> hook;            // of the user, reduces the buckets
   // The group's ranks, for regions; on a CPU only regions use it.
   std::shared_ptr<comm::Collective> shards;
   std::shared_ptr<comm::Collective> memory;  // which the ranks share; null: they do not

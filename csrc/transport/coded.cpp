@@ -13,7 +13,7 @@ namespace fastsync::engine {
 namespace {
 
 // One piece in flight; its last stage delivers its averages.
-class OnePiece : public comm::Links {
+class OnePiece : public comm::Stages {
  public:
   OnePiece(std::shared_ptr<const CodeBuffers> buffers, std::shared_ptr<const Delivery> delivery,
            int64_t index)
@@ -74,12 +74,12 @@ class Coded final : public Coding {
     buffers_->encode(items, encoding(how));
   }
 
-  // Codes only the first piece if it pays to send it early; launch() codes the rest.
+  // Codes only the first piece if it pays to send it early; launch() codes the remainder.
   void pack(const std::vector<ops::Item>& items, const std::vector<float>& flags,
             Taking how) override {
     ops::Encoding encoding = this->encoding(how);
     if (goes_by_pieces(items)) {
-      rest_ = {items, encoding};
+      remainder_ = {items, encoding};
       encoding.end = buffers_->piece_numel();
     }
     if (!items.empty()) buffers_->encode(items, encoding);
@@ -88,19 +88,20 @@ class Coded final : public Coding {
 
   bool works_on_parts() const override { return buffers_->coder->works_on_parts(); }
 
-  std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery delivery) override {
+  std::unique_ptr<comm::InFlight> launch(comm::Pipelines& pipelines, Delivery delivery) override {
     const auto shared = std::make_shared<const Delivery>(std::move(delivery));
     std::vector<std::unique_ptr<comm::InFlight>> pieces;
-    const Rest rest = std::exchange(rest_, {});
+    const Remainder remainder = std::exchange(remainder_, {});
     for (int64_t i = 0; i < buffers_->spec.pieces; ++i) {
-      if (i > 0 && !rest.items.empty()) buffers_->encode(rest.items, part_of(rest.encoding, i));
-      std::shared_ptr<comm::Links> links;
+      if (i > 0 && !remainder.items.empty())
+        buffers_->encode(remainder.items, part_of(remainder.encoding, i));
+      std::shared_ptr<comm::Stages> stages;
       if (buffers_->spec.gather) {
-        links = std::make_shared<Gather>(buffers_, shared, i);
+        stages = std::make_shared<Gather>(buffers_, shared, i);
       } else {
-        links = std::make_shared<TwoShot>(buffers_, shared, i);
+        stages = std::make_shared<TwoShot>(buffers_, shared, i);
       }
-      pieces.push_back(chains.run(std::move(links), buffers_->device));
+      pieces.push_back(pipelines.run(std::move(stages), buffers_->device));
     }
     return comm::all_of(std::move(pieces));
   }
@@ -122,12 +123,12 @@ class Coded final : public Coding {
 
   void abandon() override {
     buffers_ = buffers_->renewed();
-    rest_ = {};
+    remainder_ = {};
   }
 
   int64_t bytes() const override { return buffers_->chunks() * buffers_->spec.chunk_bytes; }
 
-  int64_t sent_bytes(const comm::Chains& /*chains*/) const override {
+  int64_t sent_bytes(const comm::Pipelines& /*pipelines*/) const override {
     const int64_t others = buffers_->ranks - 1;
     if (buffers_->spec.gather) return others * bytes();
     return 2 * others * bytes() / buffers_->ranks;
@@ -145,7 +146,7 @@ class Coded final : public Coding {
 
  private:
   // The gradients of which only the first piece is coded.
-  struct Rest {
+  struct Remainder {
     std::vector<ops::Item> items;
     ops::Encoding encoding;
   };
@@ -207,7 +208,7 @@ class Coded final : public Coding {
   }
 
   std::shared_ptr<CodeBuffers> buffers_;
-  Rest rest_;
+  Remainder remainder_;
   mutable at::Tensor flag_;
 };
 

@@ -1,6 +1,6 @@
 // The coded form of a bucket's gradients: block formats, users' codecs, top-k. A Coding owns the
-// buffers and makes the chain of collectives that carries them; the transport in chained.h gives it
-// gradients.
+// buffers and makes the pipeline of collectives that carries them; the transport in pipelined.h
+// gives it gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -62,7 +62,7 @@ class Coding {
   virtual bool works_on_parts() const = 0;
   // Sends the bucket. Writes the averages of `delivery` while others are still in flight; its
   // tensors must be in their slots' order.
-  virtual std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery delivery) = 0;
+  virtual std::unique_ptr<comm::InFlight> launch(comm::Pipelines& pipelines, Delivery delivery) = 0;
   // Writes averages; only after the end of what launch() returned.
   virtual void unpack(const std::vector<ops::Item>& items) = 0;
   virtual bool has_flags() const = 0;
@@ -73,7 +73,7 @@ class Coding {
 
   // Bytes that this rank hands to collectives, and that leave it, in one step.
   virtual int64_t bytes() const = 0;
-  virtual int64_t sent_bytes(const comm::Chains& chains) const = 0;
+  virtual int64_t sent_bytes(const comm::Pipelines& pipelines) const = 0;
   // The bytes among these that leave this rank's node, if the form distinguishes nodes.
   virtual int64_t between_nodes_bytes() const { return 0; }
   // The residual of the averages, fp32 in the flat buffer's order; undefined without. The coding's

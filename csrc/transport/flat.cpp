@@ -137,12 +137,12 @@ void Flat::install_view(size_t index) {
   grad = buffer_.view(index);
 }
 
-void Flat::receive(const at::Tensor& /*result*/) { lend_to_current_stream(); }
+void Flat::receive(const at::Tensor& /*result*/) { record_on_current_stream(); }
 
 // The averages are read on this stream, and the user may drop the last reference to them. Their
 // memory returns to the stream that it was allocated on, and must not be reused there while this
 // stream still reads it.
-void Flat::lend_to_current_stream() const {
+void Flat::record_on_current_stream() const {
   if (!home_ || !flat().defined()) return;
   const c10::impl::VirtualGuardImpl guard(device().type());
   const c10::Stream current = guard.getStream(device());

@@ -121,7 +121,7 @@ class Flat : public Transport {
   std::vector<ops::Item> items() const;
   void append_flags(std::vector<ops::Item>& items, const Packing& how) const;
   void install_view(size_t slot);
-  void lend_to_current_stream() const;
+  void record_on_current_stream() const;
   at::Tensor vote_in(const at::Tensor& flat) const;
   void deliver_moved_out(const std::vector<bool>& used);
   void deliver_views(const std::vector<bool>& used);

@@ -13,8 +13,8 @@ namespace {
 using InFlights = std::vector<std::unique_ptr<comm::InFlight>>;
 
 // Floats in flight: the packed gradients of all ranks, my shard of their sum, and the averages.
-// They are cut into pieces, and each piece into shards. Averages have a buffer of their own: poison
-// may reach the gaps between slots, and must not be sent from there.
+// They are cut into pieces, and each piece into shards. Averages have a buffer of their own: what
+// is not finite may reach the gaps between slots, and must not be sent from there.
 struct Floats {
   Floats(int64_t pieces, int64_t ranks, int64_t each, at::Device device)
       : shard_numel(each), ranks_(ranks) {
@@ -90,9 +90,9 @@ struct NodeBuffers {
   }
 };
 
-// Both forms between nodes use the same links, so that a chain of one form never overtakes one of
-// the other.
-class NodePiece final : public comm::Links {
+// Both forms between nodes use the same stages, so that a pipeline of one form never overtakes one
+// of the other.
+class NodePiece final : public comm::Stages {
  public:
   NodePiece(std::shared_ptr<const NodeBuffers> buffers, int64_t piece)
       : buffers_(std::move(buffers)), piece_(piece) {}
@@ -153,14 +153,15 @@ class Hierarchical final : public Coding {
     if (buffers_->has_flags()) write_flags(flags, buffers_->flags.packed);
   }
 
-  // Averages are complete only after the last link.
+  // Averages are complete only after the last stage.
   bool works_on_parts() const override { return false; }
 
-  std::unique_ptr<comm::InFlight> launch(comm::Chains& chains, Delivery /*delivery*/) override {
+  std::unique_ptr<comm::InFlight> launch(comm::Pipelines& pipelines,
+                                         Delivery /*delivery*/) override {
     InFlights pieces;
     for (int64_t i = 0; i < buffers_->spec().pieces; ++i) {
       pieces.push_back(
-          chains.run(std::make_shared<NodePiece>(buffers_, i), buffers_->codes.device));
+          pipelines.run(std::make_shared<NodePiece>(buffers_, i), buffers_->codes.device));
     }
     return comm::all_of(std::move(pieces));
   }
@@ -183,9 +184,9 @@ class Hierarchical final : public Coding {
   int64_t bytes() const override {
     return static_cast<int64_t>(buffers_->values.packed.nbytes() + buffers_->flags.packed.nbytes());
   }
-  int64_t sent_bytes(const comm::Chains& chains) const override {
+  int64_t sent_bytes(const comm::Pipelines& pipelines) const override {
     const int64_t in_node = buffers_->spec().node_ranks;
-    return chains.leaving(0, 2 * bytes() * (in_node - 1) / in_node) + between_nodes_bytes();
+    return pipelines.leaving(0, 2 * bytes() * (in_node - 1) / in_node) + between_nodes_bytes();
   }
   int64_t between_nodes_bytes() const override {
     const int64_t others = buffers_->spec().nodes - 1;

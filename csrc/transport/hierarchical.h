@@ -19,7 +19,7 @@
 
 namespace fastsync::engine {
 
-// Needs chains of four process groups: in the node, between nodes, between nodes, in the node.
+// Needs pipelines of four process groups: in the node, between nodes, between nodes, in the node.
 std::unique_ptr<Coding> make_hierarchical(const CodedSpec& spec, at::Device device);
 
 }  // namespace fastsync::engine

@@ -59,9 +59,9 @@ struct NodeCodes {
   at::Tensor residual;  // of my shelf, chunk by chunk
 };
 
-class NodeLinks final : public comm::Links {
+class NodeStages final : public comm::Stages {
  public:
-  NodeLinks(std::shared_ptr<const NodeCodes> codes, NodeStep step)
+  NodeStages(std::shared_ptr<const NodeCodes> codes, NodeStep step)
       : codes_(std::move(codes)), step_(std::move(step)) {}
 
   size_t count() const override { return 2; }
@@ -86,9 +86,9 @@ class NodeLinks final : public comm::Links {
 class NodeRegions final : public Regions {
  public:
   NodeRegions(const RegionLayout& layout, const CodedSpec& spec, at::Device device,
-              std::shared_ptr<comm::Chains> chains, std::shared_ptr<ops::BufferPool> pool)
+              std::shared_ptr<comm::Pipelines> pipelines, std::shared_ptr<ops::BufferPool> pool)
       : codes_(std::make_shared<NodeCodes>(layout, spec, device)),
-        chains_(std::move(chains)),
+        pipelines_(std::move(pipelines)),
         pool_(std::move(pool)) {
     if (!spec.error_feedback) return;
     codes_->residual = ops::make_flat(spec.nodes * layout.numel, at::kFloat, device);
@@ -121,7 +121,7 @@ class NodeRegions final : public Regions {
     step_.shelves = pool_->take(ranks * codes_->shelf(), at::kFloat, device);
     step_.sent = pool_->take(spec().nodes * spec().chunk_bytes, at::kByte, device);
     step_.received = pool_->take(spec().nodes * spec().chunk_bytes, at::kByte, device);
-    return chains_->run(std::make_shared<NodeLinks>(codes_, step_), device);
+    return pipelines_->run(std::make_shared<NodeStages>(codes_, step_), device);
   }
 
   void sum_flags(const at::Tensor& flags) const override {
@@ -131,7 +131,7 @@ class NodeRegions final : public Regions {
     codes_->codes.sum(step_.received, items, accumulate);
   }
 
-  // A chain in flight still writes to the residual of its codes, too.
+  // A pipeline in flight still writes to the residual of its codes, too.
   void end(bool in_flight) override {
     const NodeStep step = std::exchange(step_, NodeStep{});
     for (const at::Tensor& buffer : {step.packed, step.shelves, step.sent, step.received}) {
@@ -145,7 +145,7 @@ class NodeRegions final : public Regions {
 
   int64_t bytes() const override { return spec().node_ranks * shelf_bytes(); }
   int64_t sent_bytes() const override {
-    return chains_->leaving(0, (spec().node_ranks - 1) * shelf_bytes()) + between_nodes_bytes();
+    return pipelines_->leaving(0, (spec().node_ranks - 1) * shelf_bytes()) + between_nodes_bytes();
   }
   int64_t between_nodes_bytes() const override { return (spec().nodes - 1) * spec().chunk_bytes; }
 
@@ -197,7 +197,7 @@ class NodeRegions final : public Regions {
   }
 
   std::shared_ptr<NodeCodes> codes_;
-  std::shared_ptr<comm::Chains> chains_;
+  std::shared_ptr<comm::Pipelines> pipelines_;
   std::shared_ptr<ops::BufferPool> pool_;
   NodeStep step_;
   at::Tensor carried_;  // residual of other ranks' shelves
@@ -206,9 +206,10 @@ class NodeRegions final : public Regions {
 }  // namespace
 
 std::unique_ptr<Regions> make_node_regions(const RegionLayout& layout, const CodedSpec& spec,
-                                           at::Device device, std::shared_ptr<comm::Chains> chains,
+                                           at::Device device,
+                                           std::shared_ptr<comm::Pipelines> pipelines,
                                            std::shared_ptr<ops::BufferPool> pool) {
-  return std::make_unique<NodeRegions>(layout, spec, device, std::move(chains), std::move(pool));
+  return std::make_unique<NodeRegions>(layout, spec, device, std::move(pipelines), std::move(pool));
 }
 
 }  // namespace fastsync::engine

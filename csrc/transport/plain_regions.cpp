@@ -73,7 +73,7 @@ class PlainRegions final : public Regions {
   }
 
   void end(bool in_flight) override {
-    if (incoming_ && !in_flight) incoming_->give_back();
+    if (incoming_ && !in_flight) incoming_->release();
     incoming_ = nullptr;
     sum_.clear();
     pool_->end(std::exchange(sent_, at::Tensor()), in_flight);

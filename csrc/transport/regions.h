@@ -91,9 +91,10 @@ std::unique_ptr<Regions> make_coded_regions(const RegionLayout& layout, const Co
                                             std::shared_ptr<comm::Collective> group,
                                             std::shared_ptr<ops::BufferPool> pool);
 // Chunks belong to the ranks at the first place of each node, then to those at the second. The
-// chains' first two process groups: in the node, between nodes.
+// pipelines' first two process groups: in the node, between nodes.
 std::unique_ptr<Regions> make_node_regions(const RegionLayout& layout, const CodedSpec& spec,
-                                           at::Device device, std::shared_ptr<comm::Chains> chains,
+                                           at::Device device,
+                                           std::shared_ptr<comm::Pipelines> pipelines,
                                            std::shared_ptr<ops::BufferPool> pool);
 
 }  // namespace fastsync::engine

@@ -44,7 +44,7 @@ class Scattered final : public Transport {
   void begin() override {
     for (size_t i = 0; i < slots_.size(); ++i) {
       gradients_.squares.forget(spec_.members[i]);
-      if (face(i).is_same(slots_[i].grad())) {
+      if (proxy(i).is_same(slots_[i].grad())) {
         places_[i].faced = true;
         slots_[i].param->tensor.mutable_grad() = std::exchange(pending(i), at::Tensor());
       } else if (regions_->leaves_own()) {
@@ -108,9 +108,9 @@ class Scattered final : public Transport {
       at::Tensor& grad = slots_[i].param->tensor.mutable_grad();
       const Place place = std::exchange(places_[i], Place{});
       if (used[i]) {
-        grad = face(i);
+        grad = proxy(i);
       } else if (place.faced) {  // used by no rank: stays as it was
-        grad = face(i);
+        grad = proxy(i);
         pending(i) = place.kept;
       } else if (place.kept.defined()) {
         grad = place.kept;
@@ -118,14 +118,14 @@ class Scattered final : public Transport {
     }
   }
 
-  // Drops what has been packed. A face comes back, and what autograd has accumulated since is
+  // Drops what has been packed. A proxy comes back, and what autograd has accumulated since is
   // pending.
   void restore() override {
     for (size_t i = 0; i < slots_.size(); ++i) {
       if (!std::exchange(places_[i].faced, false)) continue;
       at::Tensor& grad = slots_[i].param->tensor.mutable_grad();
       pending(i) = grad.defined() ? grad : places_[i].kept;
-      grad = face(i);
+      grad = proxy(i);
     }
   }
 
@@ -202,7 +202,7 @@ class Scattered final : public Transport {
     std::vector<size_t> entries;  // of Squares, by item
   };
 
-  at::Tensor& face(size_t slot) const { return gradients_.faces.at(spec_.members[slot]); }
+  at::Tensor& proxy(size_t slot) const { return gradients_.proxies.at(spec_.members[slot]); }
   at::Tensor& pending(size_t slot) const { return gradients_.pending.at(spec_.members[slot]); }
   at::ScalarType dtype() const { return gradients_.shard.scalar_type(); }
   at::Device device() const { return gradients_.shard.device(); }
@@ -302,7 +302,7 @@ class Scattered final : public Transport {
     grad = at::Tensor();
   }
 
-  // Keeps the values of a gradient that is about to be overwritten, if its face is still
+  // Keeps the values of a gradient that is about to be overwritten, if its proxy is still
   // referenced.
   void let_go(size_t index) {
     const size_t member = spec_.members[index];
@@ -392,7 +392,7 @@ class Scattered final : public Transport {
     if (!items.empty()) ops::pack(items, flat, 1.0);
   }
 
-  // Keeps residuals, as chained.cpp does: the average of a gradient that no rank used is not
+  // Keeps residuals, as pipelined.cpp does: the average of a gradient that no rank used is not
   // delivered.
   void keep_residuals() {
     const at::Tensor flat = regions_->residual();

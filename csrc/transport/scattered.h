@@ -7,11 +7,11 @@
 // The flags that travel with them are those of flat.h, and one more per slot that says whether the
 // average is added to the gradient that was there before. Each rank sums them for itself.
 //
-// [Note: faces]
+// [Note: gradient proxies]
 // After a backward a rank has no unsharded gradient that a script could read, so `param.grad`
-// becomes a face: a proxy tensor without memory, whose operations fastsync/zero/gradient_proxies.py
-// implements. At the start of a backward faces are taken off, so that autograd accumulates into
-// tensors of its own; the averages behind the faces count as accumulated before. A face that is
+// becomes a proxy: a tensor without memory, whose operations fastsync/zero/gradient_proxies.py
+// implements. At the start of a backward proxies are taken off, so that autograd accumulates into
+// tensors of its own; the averages behind the proxies count as accumulated before. A proxy that is
 // still referenced keeps its values, as a gradient would: release() copies them before they are
 // overwritten.
 #pragma once

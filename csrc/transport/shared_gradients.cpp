@@ -23,11 +23,11 @@ struct Member {
   size_t index = 0;
 };
 
-std::unordered_map<const at::TensorImpl*, Member> members_by_face(const ShardedUnits& units) {
+std::unordered_map<const at::TensorImpl*, Member> members_by_proxy(const ShardedUnits& units) {
   std::unordered_map<const at::TensorImpl*, Member> members;
   for (const auto& unit : units) {
-    for (size_t i = 0; i < unit->faces.size(); ++i) {
-      members[unit->faces[i].unsafeGetTensorImpl()] = {unit.get(), i};
+    for (size_t i = 0; i < unit->proxies.size(); ++i) {
+      members[unit->proxies[i].unsafeGetTensorImpl()] = {unit.get(), i};
     }
   }
   return members;
@@ -84,9 +84,9 @@ std::optional<double> SquareSums::of(const at::Tensor& shard, size_t member) con
 std::optional<GradientSquares> known_squares(const std::vector<at::Tensor>& params,
                                              const ShardedUnits& units,
                                              const std::vector<HeldGradients>& held) {
-  const auto members = members_by_face(units);
+  const auto members = members_by_proxy(units);
   GradientSquares result;
-  size_t faces = 0;
+  size_t proxies = 0;
   for (const at::Tensor& param : params) {
     const at::Tensor& grad = param.grad();
     if (!grad.defined()) continue;
@@ -101,11 +101,11 @@ std::optional<GradientSquares> known_squares(const std::vector<at::Tensor>& para
     const std::optional<double> sum = unit->squares.of(unit->shard, index);
     if (!sum || unit->pending[index].defined()) return {};
     result.owned += *sum;
-    ++faces;
+    ++proxies;
   }
   result.common = sum_squares(result.tensors, held);
-  result.spread = faces > 0;
-  result.all_spread = faces == members.size();
+  result.spread = proxies > 0;
+  result.all_spread = proxies == members.size();
   return result;
 }
 

@@ -5,8 +5,8 @@
 // Clipping gradients by their norm needs the sum of their squares. From the first clip on, owners
 // take it while they add up averages, block by block in the caches, so that the gradients need not
 // be read once more. A sum is valid as long as the shard's version is the one that it was taken at:
-// scripts reach averages only through faces, whose operations raise the version. The plain twin is
-// ops::square_sums(), which gives the same bits.
+// scripts reach averages only through proxies, whose operations raise the version. The plain twin
+// is ops::square_sums(), which gives the same bits.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -46,15 +46,15 @@ class SquareSums {
 // A unit's gradients on this rank. Lives longer than a plan: buckets of several plans may carry
 // them.
 struct ShardedGradients {
-  at::Tensor shard;               // [region], the averages
-  std::vector<at::Tensor> faces;  // by member
+  at::Tensor shard;                 // [region], the averages
+  std::vector<at::Tensor> proxies;  // by member
   // Gradients that this rank alone has accumulated since, by member; undefined where there are
   // none.
   std::vector<at::Tensor> pending;
   SquareSums squares;
-  // Whether a member's face is referenced elsewhere than by `param.grad`.
+  // Whether a member's proxy is referenced elsewhere than by `param.grad`.
   std::function<bool(size_t)> is_held;
-  // Makes another face, in `faces`, and leaves the old one its values.
+  // Makes another proxy, in `proxies`, and leaves the old one its values.
   std::function<void(size_t)> release;
 };
 
@@ -78,7 +78,7 @@ struct HeldGradients {
 
 // Returns the sums without a read of sharded gradients, or of those that a transport holds and has
 // summed. Nothing if a sum over sharded ones is not known, if this rank has added to a gradient, or
-// if one is neither a face of these units nor a plain tensor on a CPU.
+// if one is neither a proxy of these units nor a plain tensor on a CPU.
 std::optional<GradientSquares> known_squares(const std::vector<at::Tensor>& params,
                                              const ShardedUnits& units,
                                              const std::vector<HeldGradients>& held);

@@ -25,7 +25,7 @@ struct Parameter {
   bool nonfinite = false;
   bool nonfinite_here = false;
   // Gradient accumulations in one backward; more than 1 is learned (reentrant checkpoints).
-  int expected_fires = 1;
+  int expected_accumulations = 1;
   // Mixed precision: the dtype that the parameter, and finally its gradient, is stored in; both
   // have another dtype in backward.
   std::optional<at::ScalarType> stored = std::nullopt;
@@ -37,7 +37,7 @@ struct Slot {
   Parameter* param = nullptr;
   size_t index = 0;  // of the parameter
   ops::SlotLayout layout;
-  int fires = 0;
+  int accumulations = 0;
   bool early = false;    // the transport has taken the gradient ahead of its bucket
   bool finite = true;    // false: the gradient was found to hold NaN or infinity
   bool checked = false;  // ... and has been looked at

@@ -1,8 +1,8 @@
 // The transport of a bucket: its path from gradients to averages.
 //
-// Each bucket has one, chosen with its plan: all-reduce, sparse, hooked, or a chain of collectives
-// that carries codes (coded, hierarchical). The bucket counts gradients and keeps the states; the
-// transport has the buffers, and does not know the states. The calls of a step are
+// Each bucket has one, chosen with its plan: all-reduce, sparse, hooked, or a pipeline of
+// collectives that carries codes (coded, hierarchical). The bucket counts gradients and keeps the
+// states; the transport has the buffers, and does not know the states. The calls of a step are
 //
 //   begin() ─▶ take()* ─▶ pack() ─▶ launch() ─▶ receive() ─▶ deliver()
 //

@@ -32,7 +32,7 @@ from fastsync._build import recipe
 from fastsync._build.env import Env
 from fastsync._build.recipe import BuildError
 
-__all__ = ["BuildError", "Origin", "find", "leave_chains", "load", "origin"]
+__all__ = ["BuildError", "Origin", "find", "leave_pipelines", "load", "origin"]
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RECIPE = recipe.__file__
@@ -61,13 +61,13 @@ def find() -> Path:
     return _prebuilt() or _built(Env.read())
 
 
-def leave_chains(seconds: float) -> None:
+def leave_pipelines(seconds: float) -> None:
     """Stop collectives that hang in threads of the extension from ever going on, if it was loaded.
 
     The threads have `seconds` to return from their waits; see csrc/comm/worker.h.
     """
     if load.cache_info().currsize:
-        load().leave_chains(seconds)
+        load().leave_pipelines(seconds)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ _CPP_NAMES = {
         "step_timing step_timing_board wait_scope"
     ),
     "transport": (
-        "chained choose code_buffers coded coded_regions coding flat gradient_buffer "
-        "hierarchical hooked node_regions plain_regions region_codes scattered "
+        "choose code_buffers coded coded_regions coding flat gradient_buffer "
+        "hierarchical hooked node_regions pipelined plain_regions region_codes scattered "
         "shared_gradients slots sparse"
     ),
     "reducer": (

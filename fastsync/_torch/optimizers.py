@@ -20,7 +20,7 @@ class InnermostHooks:
     Args:
         before: called as `register_step_pre_hook` says, after all others.
         after: called as `register_step_post_hook` says, before all others.
-        within: called before a step of another optimizer that has the same hooks: of a stand-in,
+        within: called before a step of another optimizer that has the same hooks: of a proxy,
             whose `step` calls that of its base class, for which torch calls hooks, too. It gets the
             other hooks that torch calls then.
     """

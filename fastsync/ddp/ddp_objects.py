@@ -19,7 +19,7 @@ from fastsync._build.env import Env
 from fastsync._torch import GradBucket
 from fastsync.ddp.logging_data import LoggingData, StepLogger, WrapFacts, construction_data
 from fastsync.reducer.engine import Engine
-from fastsync.reducer.monitor import awaited, meeting_place
+from fastsync.reducer.monitor import awaited, make_rendezvous
 from fastsync.sync.rounds import Rounds
 from fastsync.timeline.recorder import Recorder
 from fastsync.zero.exchange import Exchange
@@ -202,7 +202,7 @@ def _apart(engine: Engine) -> Apart | None:
         ({id(tensors[name]) for name in its.names if name in tensors}, len(its.ranks))
         for its in engine.policy.groups
     ]
-    place = meeting_place(engine.group, "norm over groups", Env.read().agree_timeout)
+    place = make_rendezvous(engine.group, "norm over groups", Env.read().agree_timeout)
     return Apart(Exchange(engine.group, place, None, engine.params[0].tensor.device), parts)
 
 

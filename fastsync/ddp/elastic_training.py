@@ -54,7 +54,7 @@ from fastsync.ddp.ddp_objects import DDPReducer
 from fastsync.ddp.elastic_limits import unfit
 from fastsync.ddp.rank_identity import RankIdentity
 from fastsync.faults.consensus import RankMismatchError
-from fastsync.faults.survivors import Decision, Standing, Survivors
+from fastsync.faults.survivors import Decision, RankState, Survivors
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.monitor import watch_of, watched_call
@@ -136,7 +136,7 @@ class Elastic:
         self._epoch = self._done = 0
         self._neighbours = None if sharded is None else Neighbours(sharded)
         self._obstacle: RuntimeError | None = None  # that the last attempt to rebuild has met
-        self.invite: Callable[[dict[int, int], int], None] = lambda newcomers, epoch: None
+        self.invite: Callable[[dict[int, int], int], None] = lambda joining, epoch: None
         self.hand_over: Callable[[dist.ProcessGroup, Decision], None] = lambda group, who: None
         ranks = (self._me,) if identity.returns else tuple(range(self._started))
         self.now = Membership(group.rank(), ranks, 0, 1, group)
@@ -154,7 +154,7 @@ class Elastic:
         """
         if not self._knows_of_death():
             return _FAILS
-        return self._meet(Standing(steps, complete))
+        return self._meet(RankState(steps, complete))
 
     def rebuild(self) -> None:
         """Rebuild after a death between two steps. Collective of the ranks that are left.
@@ -170,8 +170,8 @@ class Elastic:
         Raises:
             SyncFault: the training cannot go on.
         """
-        self._meet(Standing(self.steps, False, between=True))
-        if self._decided.newcomers or self._decided.ranks != self.now.ranks:
+        self._meet(RankState(self.steps, False, between=True))
+        if self._decided.joining or self._decided.ranks != self.now.ranks:
             self._rebuild(between=True)
 
     def join(self, epoch: int) -> bool:
@@ -190,12 +190,12 @@ class Elastic:
         before = self.now
         while not self._is_rebuilt():
             # A rank that was coming back may have ended before the others began to watch it.
-            if not self._decided.newcomers and not self._knows_of_death():
+            if not self._decided.joining and not self._knows_of_death():
                 raise SyncFault(
                     f"fastsync: rank {self._me} could not connect with ranks "
                     f"{list(self._decided.ranks)} after others had died. Restart from a checkpoint"
                 ) from self._obstacle
-            self._meet(Standing(self.steps, False, between))
+            self._meet(RankState(self.steps, False, between))
         self._say(before)
 
     def during(self, task: Callable[[], None]) -> None:
@@ -287,7 +287,7 @@ class Elastic:
             time.sleep(_PAUSE)
         return False
 
-    def _meet(self, mine: Standing) -> int:
+    def _meet(self, mine: RankState) -> int:
         before = self._present
         self._epoch += 1
         timeout = self.timeout.total_seconds()
@@ -315,7 +315,7 @@ class Elastic:
         """Return whether the survivors average among themselves; not, where another has died
         meanwhile.
         """
-        ranks, back = self._decided.ranks, dict(self._decided.newcomers)
+        ranks, back = self._decided.ranks, dict(self._decided.joining)
         for _, seen in self._watches:  # how those ended before is over
             for place in [place for place, rank in seen.items() if rank in back]:
                 del seen[place]

@@ -694,8 +694,11 @@ class FastDDP(Front):
         """
         engine, recorder = self._engine, self._recorder
         sizes = [bucket.nbytes for bucket in engine.plan.buckets]
-        steps, pace = recorder.steps() if recorder is not None else [], engine.pace.measured()
-        stats = make_stats(engine.routes.counters(), sizes, steps, one_rank_step, pace)
+        steps, step_timing = (
+            recorder.steps() if recorder is not None else [],
+            engine.step_timing.measured(),
+        )
+        stats = make_stats(engine.routes.counters(), sizes, steps, one_rank_step, step_timing)
         return stats if self._rounds is None else replace(stats, **self._rounds.counters())
 
     def write_timeline(self, path: str | os.PathLike[str]) -> None:

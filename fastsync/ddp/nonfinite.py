@@ -17,12 +17,12 @@ from fastsync._build.env import Env
 from fastsync._torch import caller_level
 from fastsync.reducer import core
 from fastsync.reducer.engine import Engine
-from fastsync.reducer.monitor import gather_watched, meeting_place
+from fastsync.reducer.monitor import gather_watched, make_rendezvous
 from fastsync.reducer.optimizer_hooks import (
     Arguments,
     StepWatcher,
+    optimizer_proxy,
     params_of,
-    stand_in_for,
     watch_steps,
     with_loss,
 )
@@ -73,7 +73,9 @@ class NonFiniteGuard(StepWatcher):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._index_of = {id(param.tensor): i for i, param in enumerate(engine.params)}
-        self._place = meeting_place(engine.group, "non-finite gradients", Env.read().agree_timeout)
+        self._place = make_rendezvous(
+            engine.group, "non-finite gradients", Env.read().agree_timeout
+        )
         watch_steps(self)
 
     def replaces(self, optimizer: Optimizer) -> bool:
@@ -104,7 +106,7 @@ class NonFiniteGuard(StepWatcher):
         if self._engine.group.rank() == 0:
             warnings.warn(f"{report}; this step is skipped", stacklevel=caller_level())
         groups = [{**group, "params": []} for group in optimizer.param_groups]
-        return (stand_in_for(optimizer, groups), *args[1:])
+        return (optimizer_proxy(optimizer, groups), *args[1:])
 
     def _report(self, mine: set[int]) -> NonFiniteGradientError | None:
         """Return the error about the gradients of these parameters, if any. Collective where there

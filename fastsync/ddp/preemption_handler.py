@@ -20,7 +20,7 @@ from fastsync._torch import group_store
 from fastsync.config.preemption_policy import PreemptionPolicy
 from fastsync.faults.exit_reasons import before_leaving
 from fastsync.faults.preemption_vote import Preemption, check_handlers
-from fastsync.reducer.monitor import looker, meeting_place
+from fastsync.reducer.monitor import looker, make_rendezvous
 from fastsync.reducer.optimizer_hooks import StepWatcher, params_of, watch_steps
 
 __all__ = ["SavePoints", "check_preemption"]
@@ -60,7 +60,7 @@ class SavePoints(StepWatcher):
     ) -> None:
         self._save, self._ours = policy.save, {id(param) for param in params}
         self._stepped = False
-        self._exit = meeting_place(group, "preemption", Env.read().agree_timeout)
+        self._exit = make_rendezvous(group, "preemption", Env.read().agree_timeout)
         store = group_store(group) if group.size() > 1 else None
         me = (group.rank(), group.size())
         look_out = partial(looker, group, "the agreement on a step to save after")

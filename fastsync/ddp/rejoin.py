@@ -219,24 +219,24 @@ class Returns(StepWatcher):
         return Statement(said, params)
 
     def _hand_over(self, group: dist.ProcessGroup, decision: Decision) -> None:
-        """Exchange state with newcomers, on all ranks that are about to make `group`, once they
+        """Exchange state with joining ranks, on all ranks that are about to make `group`, once they
         have it.
 
         Raises:
             RuntimeError: it does not succeed on every rank.
         """
-        newcomers, me = dict(decision.newcomers), self._elastic.identity.rank
+        joining, me = dict(decision.joining), self._elastic.identity.rank
         self._joins, refusal = group, open_watch(group)
         if refusal:
             raise RuntimeError(f"ranks that come back cannot be looked out for: {refusal}")
         set_group_timeout(group, self._elastic.timeout)
-        givers = decision.survivors
-        for number, newcomer in enumerate(newcomers):
-            giver = givers[number % len(givers)]
-            if giver == me:
-                give(self._held, group, decision.ranks.index(newcomer))
-            elif newcomer == me:
-                self._take(receive(group, decision.ranks.index(giver)))
+        senders = decision.survivors
+        for number, joining_rank in enumerate(joining):
+            sender = senders[number % len(senders)]
+            if sender == me:
+                give(self._held, group, decision.ranks.index(joining_rank))
+            elif joining_rank == me:
+                self._take(receive(group, decision.ranks.index(sender)))
 
     def _held(self) -> dict[str, Any]:
         engine = self._engine

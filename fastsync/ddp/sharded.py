@@ -1,4 +1,4 @@
-"""`FastDDP(model, zero=3)`: FastDDP's face on units that fully_shard() makes."""
+"""`FastDDP(model, zero=3)`: FastDDP's interface to units that fully_shard() makes."""
 
 from __future__ import annotations
 

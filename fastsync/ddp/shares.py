@@ -33,7 +33,7 @@ from fastsync.fsdp.fsdp_module import FSDPModule
 from fastsync.fsdp.step_records import context_of
 from fastsync.fsdp.weights import weights_of
 from fastsync.reducer.mean_weights import MeanWeights
-from fastsync.reducer.monitor import meeting_place, watched
+from fastsync.reducer.monitor import make_rendezvous, watched
 
 __all__ = ["ShareSampler", "Shares", "divide"]
 
@@ -118,7 +118,7 @@ class Shares:
         self._measured: deque[float] = deque(maxlen=WINDOW)
         self._since = (self._busy(), self._weights.backwards)
         self._stamp = 0  # of the order of the samples
-        self._meeting = meeting_place(group, "shares", Env.read().agree_timeout)
+        self._rendezvous = make_rendezvous(group, "shares", Env.read().agree_timeout)
         self._compare("batches that they divide", {"total": str(total)})
         self._weights.divides = self
 
@@ -129,7 +129,7 @@ class Shares:
             SyncFault: a rank does not come.
         """
         group, device = self._weights.group, self._weights.device
-        self._meeting.meet(f"the others to settle the {what}", remedy=_REMEDY)
+        self._rendezvous.meet(f"the others to settle the {what}", remedy=_REMEDY)
         run = partial(watched, group, f"the comparison of the {what}")
         agree(Statement(settings, ()), group, device, f"{what} differ:", run)
 

@@ -59,7 +59,7 @@ class Skips(StepWatcher):
         self.refusal: RuntimeError | None = None
         self._sent: int | None = None  # buckets of the step that this rank leaves out
         me = weakref.ref(self)
-        engine.core.on_skips(lambda givers: _weigh(me, givers))
+        engine.core.on_skips(lambda contributors: _weigh(me, contributors))
         watch_steps(self)
 
     @contextmanager
@@ -142,22 +142,22 @@ class Skips(StepWatcher):
     def _is_ours(self, optimizer: Optimizer) -> bool:
         return any(id(param) in self._ours for param in params_of(optimizer))
 
-    def weigh(self, givers: Sequence[int]) -> None:
+    def weigh(self, contributors: Sequence[int]) -> None:
         """Turn sums over all ranks, divided by their number, into averages of those that gave any.
 
         Args:
-            givers: how many gave gradients, by parameter; -1 where it is not trained.
+            contributors: how many gave gradients, by parameter; -1 where it is not trained.
         """
         engine, world = self._engine, self._engine.group.size()
         if engine.group.rank() == 0:
-            least = min(count for count in givers if count >= 0)
+            least = min(count for count in contributors if count >= 0)
             step = engine.core.steps()
             _log.warning("fastsync: step %d has gradients of %d of %d ranks", step, least, world)
-        factors = [world / max(count, 1) for count in givers]
+        factors = [world / max(count, 1) for count in contributors]
         if engine.weights is not None:
-            factors = engine.weights.factors_after_skips(self._gave(), givers)
+            factors = engine.weights.factors_after_skips(self._gave(), contributors)
         with torch.no_grad():
-            for param, count, factor in zip(engine.params, givers, factors, strict=True):
+            for param, count, factor in zip(engine.params, contributors, factors, strict=True):
                 if 0 < count < world and param.tensor.grad is not None:
                     param.tensor.grad.mul_(factor)
         if engine.weights is not None:
@@ -169,10 +169,10 @@ class Skips(StepWatcher):
         return [index in set(sent) for index in range(len(self._engine.params))]
 
 
-def _weigh(skips: weakref.ref[Skips], givers: Sequence[int]) -> None:
+def _weigh(skips: weakref.ref[Skips], contributors: Sequence[int]) -> None:
     alive = skips()
     if alive is not None:
-        alive.weigh(givers)
+        alive.weigh(contributors)
 
 
 def _check_block(module: nn.Module, errors: tuple[type[Exception], ...]) -> None:

@@ -80,7 +80,7 @@ class Arrivals:
         """
         self._say(self._awake_of(self._rank))
         time.sleep(_ANSWERS)  # one that comes just now is not to blame
-        rank, why = self._last_words()
+        rank, why = self._exit_reason()
         if why:
             words = f"{name_ranks(absent := [rank])} raised {why}"
             reason = "raised"
@@ -202,9 +202,9 @@ class Arrivals:
     def _is_over(self, process: int, space: str) -> bool:
         return space == self._space and self._has_ended(process)
 
-    def _last_words(self) -> tuple[int, str]:
+    def _exit_reason(self) -> tuple[int, str]:
         """Return a rank that has left its exit reason, and the reason; empty if there is none."""
-        rank, _, why = self._read(_last_words_at(self._place)).partition(" ")
+        rank, _, why = self._read(_exit_reason_key(self._place)).partition(" ")
         return int(rank or -1), why
 
     @property
@@ -236,7 +236,7 @@ class ExitReasons:
     """
 
     def __init__(self, store: Store, name: str, rank: int) -> None:
-        self._store, self._place, self._rank = store, _last_words_at(_place_of(name)), rank
+        self._store, self._place, self._rank = store, _exit_reason_key(_place_of(name)), rank
         self._forked = False
 
     def leave(self, how: str, why: str) -> None:
@@ -245,7 +245,7 @@ class ExitReasons:
             with contextlib.suppress(RuntimeError):  # the store may have gone before
                 self._store.set(self._place, f"{self._rank} {why}")
 
-    def outlast(self, seconds: float) -> None:
+    def wait_for_peer_exit(self, seconds: float) -> None:
         """Do nothing: this rank cannot learn how others end."""
 
     def close(self) -> None:
@@ -259,5 +259,5 @@ def _place_of(name: str) -> str:
     return f"fastsync/{name}/arrivals"
 
 
-def _last_words_at(place: str) -> str:
+def _exit_reason_key(place: str) -> str:
     return f"{place}/last words"

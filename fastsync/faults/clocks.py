@@ -55,7 +55,7 @@ class Mailbox:
     Args:
         store: shared by all ranks.
         place: a name that no other exchange uses.
-        timeout: seconds from now until which letters are waited for, all of them together.
+        timeout: seconds from now until which messages are waited for, all of them together.
     """
 
     def __init__(self, store: Store, place: str, timeout: float) -> None:
@@ -86,15 +86,15 @@ class Mailbox:
     def take(self, key: str) -> bytes:
         """Return and delete what is under `key`, once it is there; raise as `wait` does."""
         self.wait(key)
-        letter: bytes = self._store.get(key)
+        message: bytes = self._store.get(key)
         self._store.delete_key(key)
-        return letter
+        return message
 
     def read(self, key: str) -> bytes:
         """Return what is under `key` as `take` does, and leave it there for others."""
         self.wait(key)
-        letter: bytes = self._store.get(key)
-        return letter
+        message: bytes = self._store.get(key)
+        return message
 
 
 def align_clocks(mail: Mailbox, rank: int, world: int, clock: str = "") -> list[ClockOffset | None]:

@@ -1,4 +1,4 @@
-"""Exits that let threads finish before the interpreter does: Gloo's, and those of chains of
+"""Exits that let threads finish before the interpreter does: Gloo's, and those of pipelines of
 collectives.
 
 A thread of Gloo that has ended a collective drops its work handle, and with it what Python lent it:
@@ -9,8 +9,8 @@ by unwinding its stack, through destructors that must not be unwound: the proces
 failure, and the torchrun of another node waits five minutes for this one. It happens to about one
 in ten short trainings on a busy machine, under any wrapper.
 
-A chain that waits for a rank that has died hangs until the others end, which wakes it when torch
-has freed what it needs: a segmentation fault. Such chains are left for good.
+A pipeline that waits for a rank that has died hangs until the others end, which wakes it when torch
+has freed what it needs: a segmentation fault. Such pipelines are left for good.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import atexit
 import time
 from pathlib import Path
 
-from fastsync._build.extension import leave_chains
+from fastsync._build.extension import leave_pipelines
 
 __all__ = ["guard_exit", "let_threads_finish"]
 
@@ -27,13 +27,13 @@ _TASKS = Path("/proc/self/task")
 _GLOO_THREAD = "pt_gloo_runloo"  # the kernel keeps 15 characters of "pt_gloo_runloop"
 _PAUSE = 0.001
 _LONGEST = 2.0
-_CHAINS_LONGEST = 1.0
+_PIPELINES_LONGEST = 1.0
 
 
 def guard_exit() -> None:
-    """At exit, after functions registered later, leave chains, then `let_threads_finish`."""
+    """At exit, after functions registered later, leave pipelines, then `let_threads_finish`."""
     atexit.register(let_threads_finish)
-    atexit.register(leave_chains, _CHAINS_LONGEST)
+    atexit.register(leave_pipelines, _PIPELINES_LONGEST)
 
 
 def let_threads_finish() -> None:

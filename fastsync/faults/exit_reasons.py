@@ -35,7 +35,7 @@ _PLACES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "pureli
 _PLACES |= {str(Path(os.__file__).parent), *site.getsitepackages(), site.getusersitepackages()}
 _LIBRARIES = (*_NEAREST, *(f"{place}{os.sep}" for place in sorted(_PLACES)))
 _UNTIL_ALL = 0.3  # seconds in which Ctrl-C reaches all ranks: each ends by it, not by another's end
-_OUTLASTS = 3.0  # seconds that the end of a process takes at most, on a busy machine
+_PEER_EXIT_SECONDS = 3.0  # seconds that the end of a process takes at most, on a busy machine
 _LONGEST = 500  # characters of an exception's text
 
 
@@ -47,7 +47,7 @@ class ExitingRank(Protocol):
         last because of other ranks.
         """
 
-    def outlast(self, seconds: float) -> None:
+    def wait_for_peer_exit(self, seconds: float) -> None:
         """Wait until the ranks that caused this one to give up have ended, but for at most
         `seconds`.
 
@@ -61,48 +61,48 @@ class ExitingRank(Protocol):
         """Forget the ranks: this process was forked from the one that the object belongs to."""
 
 
-def before_leaving(leaver: ExitingRank) -> None:
-    """Let `leaver` tell how this process ends, as long as it lives."""
-    _leavers().add(leaver)
+def before_leaving(rank: ExitingRank) -> None:
+    """Let `rank` tell how this process ends, as long as it lives."""
+    _exiting_ranks().add(rank)
 
 
 @cache
-def _leavers() -> weakref.WeakSet[ExitingRank]:
-    """Return the leavers of this process. The first call installs hooks wherever it can end."""
-    leavers: weakref.WeakSet[ExitingRank] = weakref.WeakSet()
-    atexit.register(_at_end, leavers)
-    os.register_at_fork(after_in_child=lambda: _in_child(leavers))
+def _exiting_ranks() -> weakref.WeakSet[ExitingRank]:
+    """Return the ranks of this process. The first call installs hooks wherever it can end."""
+    exiting: weakref.WeakSet[ExitingRank] = weakref.WeakSet()
+    atexit.register(_at_end, exiting)
+    os.register_at_fork(after_in_child=lambda: _in_child(exiting))
     others = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        interrupted = issubclass(kind, KeyboardInterrupt) and len(leavers) > 0
+        interrupted = issubclass(kind, KeyboardInterrupt) and len(exiting) > 0
         if interrupted:
             print(f"fastsync: {in_words(error)}", file=sys.stderr, flush=True)
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends this process at once
             time.sleep(_UNTIL_ALL)
-        for leaver in list(leavers):
+        for rank in list(exiting):
             how = "gives up" if isinstance(error, SyncFault) else "raises"
-            leaver.leave(how, in_words(error))
+            rank.leave(how, in_words(error))
         if not interrupted:
             others(kind, error, trace)
         if isinstance(error, SyncFault):
-            for leaver in list(leavers):
-                leaver.outlast(_OUTLASTS)
+            for rank in list(exiting):
+                rank.wait_for_peer_exit(_PEER_EXIT_SECONDS)
 
     sys.excepthook = hook
-    return leavers
+    return exiting
 
 
-def _at_end(leavers: weakref.WeakSet[ExitingRank]) -> None:
-    for leaver in list(leavers):
-        leaver.leave("ends", "")
-    for leaver in list(leavers):  # which may wait for others
-        leaver.close()
+def _at_end(exiting: weakref.WeakSet[ExitingRank]) -> None:
+    for rank in list(exiting):
+        rank.leave("ends", "")
+    for rank in list(exiting):  # which may wait for others
+        rank.close()
 
 
-def _in_child(leavers: weakref.WeakSet[ExitingRank]) -> None:
-    for leaver in list(leavers):
-        leaver.abandon()
+def _in_child(exiting: weakref.WeakSet[ExitingRank]) -> None:
+    for rank in list(exiting):
+        rank.abandon()
 
 
 def in_words(error: BaseException) -> str:

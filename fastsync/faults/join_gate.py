@@ -76,9 +76,9 @@ class JoinGate:
         signs = sorted(self._signs.items())
         return {s.rank: n for n, s in signs if s.lives and s.rank not in present}
 
-    def admit(self, newcomers: Mapping[int, int], epoch: int) -> None:
+    def admit(self, joining: Mapping[int, int], epoch: int) -> None:
         """Tell them that they are members of an epoch. They are tried once."""
-        for number in newcomers.values():
+        for number in joining.values():
             self.store.set(f"admitted/{number}", str(epoch))
             self._signs.pop(number, None)
 

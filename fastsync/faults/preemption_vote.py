@@ -76,7 +76,7 @@ class Preemption:
     def leave(self, how: str, why: str) -> None:
         """Do nothing: others learn it from the watch."""
 
-    def outlast(self, seconds: float) -> None:
+    def wait_for_peer_exit(self, seconds: float) -> None:
         """Do nothing: the watch waits."""
 
     def close(self) -> None:

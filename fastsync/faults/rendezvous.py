@@ -26,7 +26,7 @@ _FIRST_NAP, _LAST_NAP = 0.001, 0.03  # and between questions whether they have c
 _ASKING = 2000.0  # ranks that may ask the store in a second, once they have waited for long
 _ANSWERS = 1.0  # seconds for a store to take a connection
 _STAYS = 0.3  # for ranks whose time is over, too: this one may serve the store that they ask
-Visit = Callable[[str], contextlib.AbstractContextManager[Callable[[], None]]]
+WaitScope = Callable[[str], contextlib.AbstractContextManager[Callable[[], None]]]
 
 
 class UnreachableStoreError(RuntimeError):
@@ -46,8 +46,8 @@ class Rendezvous:
         group: group whose ranks meet.
         name: name of the place; equal on all ranks.
         timeout: seconds that a rank waits for the others.
-        visit: context manager, entered with the reason while this rank waits. It yields a function
-            that is called again and again, and raises where a rank has ended.
+        wait_scope: context manager, entered with the reason while this rank waits. It yields a
+            function that is called again and again, and raises where a rank has ended.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Rendezvous:
         group: dist.ProcessGroup,
         name: str,
         timeout: float,
-        visit: Visit = _alone,
+        wait_scope: WaitScope = _alone,
     ) -> None:
         self._group, self._rank, self._world = group, group.rank(), group.size()
         self._store = group_store(group) if self._world > 1 else None
-        self._name, self._timeout, self._visit = name, timeout, visit
+        self._name, self._timeout, self._wait_scope = name, timeout, wait_scope
         self._meetings = 0
         self._said = ""
         if self._store is not None:
@@ -102,7 +102,7 @@ class Rendezvous:
             # The last rank to be counted finds that every rank has spoken.
             alike = store.add(f"{place}/said {said}", 0) == self._world
             store.set(f"{place}/all", "alike" if alike else "unlike")
-        with self._visit(f"a meeting for {reason}") as look:
+        with self._wait_scope(f"a meeting for {reason}") as look:
             if absent := self._absent(store, place, look):
                 raise SyncFault(
                     f"rank {self._rank} waited {self._timeout:g} s for {reason}, but ranks "

@@ -156,7 +156,7 @@ class Server:
         for team in self._teams.values():
             team.tell("ended")
 
-    def outlast(self, seconds: float) -> None:
+    def wait_for_peer_exit(self, seconds: float) -> None:
         """Do nothing: the ranks' watch waits for others."""
 
     def close(self) -> None:

@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass
 from fastsync._torch import Store
 from fastsync.faults.sync_fault import SyncFault
 
-__all__ = ["Decision", "Standing", "Survivors", "decide"]
+__all__ = ["Decision", "RankState", "Survivors", "decide"]
 
 _PAUSE = 0.002  # seconds between looks at the store
 _LONGEST = 1800.0
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankState:
     """Progress of one rank.
 
     Attributes:
@@ -46,29 +46,29 @@ class Decision:
         ranks: the survivors.
         steps: steps that all of them have finished when they go on.
         takes: ranks that have finished fewer steps use the averages that they have.
-        newcomers: ranks that come back, each with the number of its announcement.
+        joining: ranks that come back, each with the number of its announcement.
     """
 
     ranks: tuple[int, ...]
     steps: int
     takes: bool
-    newcomers: tuple[tuple[int, int], ...] = ()
+    joining: tuple[tuple[int, int], ...] = ()
 
     @property
     def survivors(self) -> tuple[int, ...]:
         """The ranks that have been there before."""
-        back = dict(self.newcomers)
+        back = dict(self.joining)
         return tuple(rank for rank in self.ranks if rank not in back)
 
     @classmethod
     def of(cls, text: bytes) -> Decision:
         """Decode a decision from the store."""
         told = json.loads(text)
-        back = tuple((rank, number) for rank, number in told["newcomers"])
+        back = tuple((rank, number) for rank, number in told["joining"])
         return cls(tuple(told["ranks"]), told["steps"], told["takes"], back)
 
 
-def decide(standings: Mapping[int, Standing], waiting: Mapping[int, int] | None = None) -> Decision:
+def decide(states: Mapping[int, RankState], waiting: Mapping[int, int] | None = None) -> Decision:
     """Return the decision that follows from the steps of the survivors.
 
     A rank finishes a step only when it knows that every rank has all its averages. So if a rank
@@ -79,24 +79,24 @@ def decide(standings: Mapping[int, Standing], waiting: Mapping[int, int] | None 
     has not got there yet.
 
     Args:
-        standings: by rank.
+        states: by rank.
         waiting: ranks that have come back, and the numbers of their announcements.
 
     Raises:
         SyncFault: they cannot be reached by ranks that agree.
     """
-    steps = min(at.steps for at in standings.values())
-    takes = all(at.complete for at in standings.values() if at.steps == steps)
+    steps = min(at.steps for at in states.values())
+    takes = all(at.complete for at in states.values() if at.steps == steps)
     after = steps + 1 if takes else steps
-    ahead = [rank for rank, at in standings.items() if at.steps > after]
+    ahead = [rank for rank, at in states.items() if at.steps > after]
     if ahead:
         raise SyncFault(
             f"fastsync: ranks {ahead} have finished step {after + 1}, for which others lack "
             "averages: the ranks do not agree. Restart from a checkpoint"
         )
-    admits = all(at.between for at in standings.values())
-    back = {rank: n for rank, n in (waiting or {}).items() if admits and rank not in standings}
-    return Decision(tuple(sorted({*standings, *back})), after, takes, tuple(sorted(back.items())))
+    admits = all(at.between for at in states.values())
+    back = {rank: n for rank, n in (waiting or {}).items() if admits and rank not in states}
+    return Decision(tuple(sorted({*states, *back})), after, takes, tuple(sorted(back.items())))
 
 
 class Survivors:
@@ -125,7 +125,7 @@ class Survivors:
         self,
         epoch: int,
         ranks: Sequence[int],
-        mine: Standing,
+        mine: RankState,
         dead: Callable[[], Collection[int]],
         timeout: float = _LONGEST,
     ) -> Decision:
@@ -186,8 +186,8 @@ class Survivors:
             absent = [r for r in present if not store.check([f"{place}/{r}"])]
             if not absent and present[0] == self._rank:
                 said = {r: json.loads(store.get(f"{place}/{r}")) for r in present}
-                standings = {r: Standing(**at) for r, at in said.items()}
-                decision = decide(standings, self.waiting())
+                states = {r: RankState(**at) for r, at in said.items()}
+                decision = decide(states, self.waiting())
                 store.compare_set(decided, "", json.dumps(asdict(decision)))
                 break
             if time.monotonic() > deadline:

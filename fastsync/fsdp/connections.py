@@ -37,7 +37,7 @@ class Connections:
         self.infos: list[UnitInfo] = []
         self._links: dict[dist.ProcessGroup, Links] = {}
         self._named: list[DtypeShard] = []
-        self._keepers: dict[tuple[dist.ProcessGroup, int], dist.ProcessGroup] = {}
+        self._post_forward_groups: dict[tuple[dist.ProcessGroup, int], dist.ProcessGroup] = {}
         self._own = OwnGroups()
         self._own.end_with(self)
 
@@ -46,13 +46,13 @@ class Connections:
         """Return the log of what the units do, step by step."""
         return core.make_unit_log()
 
-    def take_over(self, other: Connections) -> None:
+    def attach(self, other: Connections) -> None:
         """Take the links of a unit that was alone, and belongs to these from now on."""
         self.mark = min(self.mark, other.mark)
         if other.in_memory == self.in_memory:
             self._links = {**other._links, **self._links}
-        self._keepers = {**other._keepers, **self._keepers}
-        self._own.take_over(other._own)
+        self._post_forward_groups = {**other._post_forward_groups, **self._post_forward_groups}
+        self._own.attach(other._own)
 
     def connect(self, unit: Unit, units: Sequence[Unit]) -> None:
         """Prepare a unit to be gathered, and resharded to fewer ranks. Collective the first time.
@@ -62,13 +62,13 @@ class Connections:
         """
         unit.connect(self._links_of(unit.place, units))
         number = unit.switches.reshard_to
-        if number is None or unit.keepers is not None:
+        if number is None or unit.post_forward_group is not None:
             return
         group = unit.place.group
-        if (group, number) not in self._keepers:
+        if (group, number) not in self._post_forward_groups:
             part = new_part(group, number, "between forward and backward", self._own)
-            self._keepers[group, number] = part
-        unit.keepers = self._keepers[group, number]
+            self._post_forward_groups[group, number] = part
+        unit.post_forward_group = self._post_forward_groups[group, number]
 
     def _links_of(self, place: Place, units: Sequence[Unit]) -> Links:
         if place.group not in self._links:

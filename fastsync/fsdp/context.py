@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.fsdp.connections import Connections, links_in, travels
-from fastsync.fsdp.dtype_shard import hand_back, land
+from fastsync.fsdp.dtype_shard import finalize_gradients, release_gradients
 from fastsync.fsdp.group_links import Links
 from fastsync.fsdp.loaded_state import LoadedStates
 from fastsync.fsdp.local_steps import LocalSteps
@@ -125,12 +125,12 @@ class Context(StepWatcher, Generic[S]):
         """A script says whether the next backward is the last one."""
         self.last_backward, self._told_last = is_last, time.monotonic_ns()
 
-    def take_over(self, other: Context[S]) -> None:
+    def attach(self, other: Context[S]) -> None:
         """Learn what another context has noted alone; its states belong to this one from now on."""
         self.most_in_flight = max(self.most_in_flight, other.most_in_flight)
         if other._told_last > self._told_last:
             self.last_backward, self._told_last = other.last_backward, other._told_last
-        self.connections.take_over(other.connections)
+        self.connections.attach(other.connections)
         if other.weights is not None:
             raise RuntimeError("add_weight() was called on a module that is not the root")
         other.stop_watching()
@@ -293,7 +293,7 @@ class Context(StepWatcher, Generic[S]):
         self.connections.log.end_forward()
         self._order = self._running
         self.forget_prefetched()
-        self._hand_back()
+        self._release_gradients()
         self._show_shares()
 
     def _show_shares(self) -> None:
@@ -304,10 +304,10 @@ class Context(StepWatcher, Generic[S]):
             elif unit.is_whole:
                 unit.lend_gradients()
 
-    def _hand_back(self) -> None:
+    def _release_gradients(self) -> None:
         """Let scripts write to the shares from here on."""
         for unit in self.units():
-            hand_back(unit.dtype_shards)
+            release_gradients(unit.dtype_shards)
 
     def forget_prefetched(self) -> None:
         """Let go of units that were gathered ahead, and not used."""
@@ -393,7 +393,7 @@ class Context(StepWatcher, Generic[S]):
             for unit in self.units():
                 unit.places.clear()
             self.forget_prefetched()
-        self._hand_back()
+        self._release_gradients()
         self._show_shares()
         self.trim()
         self.connections.log.end_work()
@@ -401,7 +401,7 @@ class Context(StepWatcher, Generic[S]):
     def end_backward_in_forward(self) -> None:
         """End a backward that the script called within a forward, which goes on."""
         self._deliver_all()
-        self._hand_back()
+        self._release_gradients()
         self.connections.log.end_work()
 
     def _deliver_all(self) -> None:
@@ -410,7 +410,7 @@ class Context(StepWatcher, Generic[S]):
             for unit in self.units():
                 unit.finish_sums()
         for unit in self.units():
-            land(unit.dtype_shards)
+            finalize_gradients(unit.dtype_shards)
         if self.weights is not None and self._scale is not None:
             self.weights.note_mean()
         self.ends_queued = False

@@ -112,9 +112,9 @@ class _Copies(Staging):
     def __init__(self, shard: torch.Tensor, offload: Offload, device: torch.device) -> None:
         super().__init__(shard)
         self._offload, self._device = offload, device
-        self._lanes = _lanes_of(device)
+        self._streams = _streams_of(device)
         self._filled = False
-        self._copied, self._started = self._lanes.module.Event(), self._lanes.module.Event()
+        self._copied, self._started = self._streams.module.Event(), self._streams.module.Event()
 
     @cached_property
     def source(self) -> torch.Tensor:
@@ -131,12 +131,12 @@ class _Copies(Staging):
         if self._filled:
             yield
             return
-        lane = self._lanes.out
-        with self._lanes.beside(lane):
+        stream = self._streams.out
+        with self._streams.beside(stream):
             self._fill()
-            self._copied.record(lane)
+            self._copied.record(stream)
             yield
-            self._started.record(lane)
+            self._started.record(stream)
 
     @torch.no_grad()
     def _fill(self) -> None:
@@ -146,7 +146,7 @@ class _Copies(Staging):
 
     def arrived(self) -> None:
         if self._filled:
-            self._lanes.current().wait_event(self._started)
+            self._streams.current().wait_event(self._started)
             self.source.untyped_storage().resize_(0)
             self._filled = False
 
@@ -155,14 +155,14 @@ class _Copies(Staging):
 
     @torch.no_grad()
     def bring(self, sums: torch.Tensor) -> Arriving:
-        lane = self._lanes.back
+        stream = self._streams.back
         home = self._offload.empty(sums.numel(), sums.dtype)
-        done = self._lanes.module.Event()
-        with self._lanes.beside(lane):
+        done = self._streams.module.Event()
+        with self._streams.beside(stream):
             home.copy_(sums, non_blocking=True)
-            done.record(lane)
+            done.record(stream)
         if self._device.type != HOME.type:
-            sums.record_stream(lane)
+            sums.record_stream(stream)
         return Arriving(home, done)
 
 
@@ -172,7 +172,7 @@ def staging_of(shard: torch.Tensor, device: torch.device, offload: Offload | Non
 
 
 @dataclass(frozen=True)
-class _Lanes:
+class _Streams:
     """A device's streams for copies: `out` to it, and `back` to the CPU."""
 
     device: torch.device
@@ -184,17 +184,17 @@ class _Lanes:
         return self.module.current_stream(self.device)
 
     @contextmanager
-    def beside(self, lane: Any) -> Iterator[None]:
+    def beside(self, stream: Any) -> Iterator[None]:
         """Run what is within after what the device has been given so far, and nothing later."""
-        lane.wait_stream(self.current())
-        with self.module.stream(lane):
+        stream.wait_stream(self.current())
+        with self.module.stream(stream):
             yield
 
 
 @cache
-def _lanes_of(device: torch.device) -> _Lanes:
+def _streams_of(device: torch.device) -> _Streams:
     """Return one pair for all units: memory that one has freed serves the next
     on the same stream.
     """
     module = torch.get_device_module(device)
-    return _Lanes(device, module, module.Stream(device), module.Stream(device))
+    return _Streams(device, module, module.Stream(device), module.Stream(device))

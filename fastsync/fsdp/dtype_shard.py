@@ -28,8 +28,8 @@ __all__ = [
     "TRAINABLE",
     "DtypeShard",
     "MixedDTypes",
-    "hand_back",
-    "land",
+    "finalize_gradients",
+    "release_gradients",
 ]
 
 # Dtypes that dtype shards cast, sum and scale.
@@ -68,7 +68,7 @@ class _Reducing:
 class DtypeShard:
     """Shards of a unit's members of one dtype, side by side in `shard`.
 
-    `settle()` restores that after a script has assigned other tensors.
+    `sync_params()` restores that after a script has assigned other tensors.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class DtypeShard:
         self.shard = shard
         self.staging = staging_of(shard, self.place.device, self.place.offload)
 
-    def _is_settled(self) -> bool:
+    def _is_synced(self) -> bool:
         if self.shard.is_meta and all(member.local.is_meta for member in self.members):
             return True
         layout = self._layout()
@@ -175,7 +175,7 @@ class DtypeShard:
                 return False
         return True
 
-    def settle(self) -> None:
+    def sync_params(self) -> None:
         """Take in what a loaded state dict, or a conversion of the module, has put in place.
 
         Raises:
@@ -187,7 +187,7 @@ class DtypeShard:
             if found is not member.whole and found is not member.sharded:
                 self._take_in(member, found)
         on_meta = {member.local.is_meta for member in self.members}
-        if len(on_meta) > 1 or self._is_settled():
+        if len(on_meta) > 1 or self._is_synced():
             return  # the others are still to be loaded
         self._check_dtypes()
         before = (self.shard.dtype, self.shard.device)
@@ -332,24 +332,24 @@ class DtypeShard:
 
     @torch.no_grad()
     def _finish_small_gather(self, kept: PostForwardShard) -> None:
-        gathered, whole = kept.finish_gather(), self._way().lend()
+        gathered, whole = kept.finish_gather(), self._way().allocate()
         whole.copy_(gathered[: whole.numel()])
         kept.arrived()
         self._kept = None
 
     @torch.no_grad()
-    def release(self, keepers: dist.ProcessGroup | None = None) -> None:
+    def release(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
         """Take the memory of whole members away.
 
         Args:
-            keepers: ranks that keep a part of them each, for the next gather; None: the next one
-                is of the shares. Not None only while there is that memory.
+            post_forward_group: ranks that keep a part of them each, for the next gather; None:
+                the next one is of the shares. Not None only while there is that memory.
         """
         self.drop_part()
         if self._core is None:
             return
-        if keepers is not None:
-            self._kept = PostForwardShard(self._core.lend(), keepers)
+        if post_forward_group is not None:
+            self._kept = PostForwardShard(self._core.allocate(), post_forward_group)
         self._core.release()
         self.staging.arrived()
         self.staging.wait()
@@ -407,16 +407,16 @@ class DtypeShard:
         return self._way().finish_reduce()
 
     def deliver(self, sums: torch.Tensor) -> None:
-        """Turn sums into gradients of this rank's shares, at once or by `land()`."""
+        """Turn sums into gradients of this rank's shares, at once or by `finalize_gradients()`."""
         assert self._reducing is not None
         self.arriving.append((self._reducing, self.staging.bring(sums)))
         members = [self.members[i] for i in self._reducing.laid.members]
         # The host waits for what it adds to a gradient, or shows to hooks, while backward goes on.
         wanted = any(m.has_hooks() or m.gradient() is not None for m in members)
         if wanted or not self.staging.copies:
-            self._land()
+            self._finalize_gradients()
 
-    def _land(self) -> None:
+    def _finalize_gradients(self) -> None:
         """Set the gradients of this rank's shares, or add to them, once everything is there."""
         arriving, self.arriving = self.arriving, []
         for reducing, sums in arriving:
@@ -434,13 +434,13 @@ class DtypeShard:
                 member.call_hooks()
 
 
-def hand_back(dtype_shards: Sequence[DtypeShard]) -> None:
+def release_gradients(dtype_shards: Sequence[DtypeShard]) -> None:
     """Wait until this rank's shares may be written to: no copy reads them any more."""
     for dtype_shard in dtype_shards:
         dtype_shard.staging.wait()
 
 
-def land(dtype_shards: Sequence[DtypeShard]) -> None:
+def finalize_gradients(dtype_shards: Sequence[DtypeShard]) -> None:
     """Finish the gradients that are on their way to the CPU."""
     for dtype_shard in dtype_shards:
-        dtype_shard._land()
+        dtype_shard._finalize_gradients()

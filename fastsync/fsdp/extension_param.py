@@ -101,7 +101,7 @@ class _Memory:
         storages = [tensor.untyped_storage() for tensor in tensors]
         self._held = [(storage, storage.nbytes()) for storage in storages]
 
-    def lend(self) -> None:
+    def allocate(self) -> None:
         for storage, size in self._held:
             if storage.nbytes() != size:
                 storage.resize_(size)
@@ -155,7 +155,7 @@ class _Part:
 
     def start(self, asked: _Asked) -> None:
         """Start to gather from all ranks. Collective."""
-        self._memory.lend()
+        self._memory.allocate()
         self.metadata = asked.metadata
         for given, output in zip(asked.inputs, self.outputs, strict=True):
             if output.numel() == 0:
@@ -236,7 +236,7 @@ class ExtensionShard(DtypeShard):
 
     # --- shares
 
-    def settle(self) -> None:
+    def sync_params(self) -> None:
         for member in self.members:
             found = member.homes[0].get()
             if found is not member.whole and found is not member.sharded:
@@ -355,7 +355,7 @@ class ExtensionShard(DtypeShard):
         post = cast(_Extension, member.local).fsdp_post_all_gather if extended else None
         metadata, part.metadata = part.metadata, None
         if member.whole is not None:
-            part.inner.lend()
+            part.inner.allocate()
             if post is not None:
                 post(outputs, metadata, self._asked_for, out=member.whole)
             return
@@ -371,7 +371,7 @@ class ExtensionShard(DtypeShard):
         part.inner = _Memory(inner)
         member.make_whole(_cut(whole, member.shape.sizes))
 
-    def release(self, keepers: dist.ProcessGroup | None = None) -> None:
+    def release(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
         """Release what was gathered; the next gather is of the shares in any case."""
         for part in self._gathered.parts:
             part.release()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchModule
 from torch.distributed.fsdp import UnshardHandle
 
-from fastsync.fsdp.dtype_shard import hand_back
+from fastsync.fsdp.dtype_shard import release_gradients
 from fastsync.fsdp.errors import RefusedError
 from fastsync.fsdp.module_hooks import State, state_of
 from fastsync.fsdp.param_group import Unit
@@ -35,7 +35,7 @@ class _Handle(UnshardHandle):
         state, self._state = self._state, None
         if state is not None and state.unit is not None:
             state.context.gather([state.unit])
-            hand_back(state.unit.dtype_shards)
+            release_gradients(state.unit.dtype_shards)
 
 
 def _state(module: object) -> State:
@@ -253,7 +253,7 @@ class FSDPModule(_Gathering, _Reducing, Recording, Weighted, TorchModule):
             unit.reshard()
         made = super(TorchModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         if unit is not None:
-            unit.settle()
+            unit.sync_params()
         return made
 
     def __deepcopy__(self, memo: object) -> NoReturn:

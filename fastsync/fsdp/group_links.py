@@ -129,22 +129,22 @@ def _agree(place: Place, group: dist.ProcessGroup, statement: Statement) -> None
         raise found
 
 
-def wait_for(work: dist.Work, movement: core.Movement, group: dist.ProcessGroup) -> None:
+def wait_for(work: dist.Work, transfer: core.Transfer, group: dist.ProcessGroup) -> None:
     """Wait for a collective of `group` that Python has started, and watch for faults of its ranks.
 
     Raises:
         SyncFault: one of them has ended.
         RuntimeError: the backend has failed; names the unit.
     """
-    movement.begin_wait()
+    transfer.begin_wait()
     try:
         if is_gloo(group):
             while not is_over(work):
-                movement.look()
+                transfer.look()
         else:
             work.wait()
     except SyncFault:
         raise
     except RuntimeError as error:
-        movement.fail(str(error))
-    movement.end_wait()
+        transfer.fail(str(error))
+    transfer.end_wait()

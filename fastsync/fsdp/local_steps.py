@@ -24,8 +24,8 @@ from fastsync._torch import local_of, make_dtensor, spec_of, with_dtype
 from fastsync.reducer.optimizer_hooks import (
     Arguments,
     is_elementwise,
+    optimizer_proxy,
     params_of,
-    stand_in_for,
     with_loss,
 )
 
@@ -62,7 +62,7 @@ class LocalSteps:
         """
         self._locals, self._state = {}, None
         ours = set(map(id, params)) & set(map(id, params_of(optimizer)))
-        if not ours or not _may_stand_in(optimizer):
+        if not ours or not _may_have_proxy(optimizer):
             return None
         args = with_loss(args)
         mine = [p for p in params_of(args[0]) if id(p) in ours]
@@ -73,13 +73,13 @@ class LocalSteps:
             {**group, "params": [self._locals.get(p, p) for p in group["params"]]}
             for group in args[0].param_groups
         ]
-        stand_in = stand_in_for(args[0], groups)
-        self._state = stand_in.state = _LocalState.of(args[0])
+        proxy = optimizer_proxy(args[0], groups)
+        self._state = proxy.state = _LocalState.of(args[0])
         for param, local in self._locals.items():
             if param in optimizer.state:
                 kept = optimizer.state[param]
                 self._state[local] = {name: _local(value) for name, value in kept.items()}
-        return (stand_in, *args[1:])
+        return (proxy, *args[1:])
 
     def after(self, optimizer: Optimizer) -> None:
         """Store the state that the step has made."""
@@ -95,8 +95,8 @@ class LocalSteps:
                 optimizer.state[param] = state[param]
 
 
-def _may_stand_in(optimizer: Optimizer) -> bool:
-    """Return whether a stand-in may make the step: not where something adds to it."""
+def _may_have_proxy(optimizer: Optimizer) -> bool:
+    """Return whether a proxy may make the step: not where something adds to it."""
     asks = ("grad_scale", "found_inf")  # a GradScaler leaves its part to the optimizer
     return (
         is_elementwise(optimizer)

@@ -176,7 +176,7 @@ class State:
         ):
             return
         for unit in self.uses:
-            unit.settle()
+            unit.sync_params()
         if self.is_root is not None:
             self.context.connections.introduce(self.context.units())
 
@@ -226,7 +226,7 @@ class State:
                 "the outermost module of fully_shard()"
             )
         if context is not self.context:
-            context.take_over(self.context)
+            context.attach(self.context)
         self.is_root, self.context = as_root, context
 
     def _name(self) -> None:
@@ -245,7 +245,7 @@ class State:
             self.context.connections.connect(unit, self.context.units())
             unit.watch_with(self.context.gradients)
             if not unit.is_whole:
-                unit.settle()
+                unit.sync_params()
             for dtype_shard in unit.dtype_shards:
                 dtype_shard.check_memory()
         self.context.connections.introduce(self.context.units())

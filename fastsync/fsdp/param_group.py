@@ -63,7 +63,7 @@ class _Summing:
     dtype_shard: DtypeShard
     sums: torch.Tensor
     work: dist.Work
-    movement: core.Movement
+    transfer: core.Transfer
 
 
 @dataclass
@@ -82,8 +82,8 @@ class Unit:
         owes: a backward has left gradients to a later one. That is so on every rank, while
             gradients of this rank may be missing: its batch may have needed none of the parameters.
         stale: an optimizer has stepped since the gather, so the next forward gathers again.
-        keepers: the ranks that share what this one does between forward and backward; None: those
-            that share the parameters.
+        post_forward_group: the ranks that share what this one does between forward and backward;
+            None: those that share the parameters.
         places: of its forwards in the order of all units' forwards, those without backward so far.
     """
 
@@ -102,7 +102,7 @@ class Unit:
     busy: set[int] = field(default_factory=set)
     owes: bool = False
     stale: bool = False
-    keepers: dist.ProcessGroup | None = None
+    post_forward_group: dist.ProcessGroup | None = None
     places: list[int] = field(default_factory=list)
     name: str = ""
     _begun: bool = False  # a gather, since the last reshard
@@ -153,10 +153,10 @@ class Unit:
         for dtype_shard in self.dtype_shards:
             dtype_shard.links = dtype_shard.links or links
 
-    def settle(self) -> None:
+    def sync_params(self) -> None:
         """Register parameters that a script has exchanged, or given an extension."""
         for dtype_shard in self.dtype_shards:
-            dtype_shard.settle()
+            dtype_shard.sync_params()
         for member in self.members:
             member.note_local()
         self._sort()
@@ -190,7 +190,7 @@ class Unit:
             self.reshard()
         if not self.running and any([member.is_exchanged() for member in self.members]):
             self.reshard()
-            self.settle()
+            self.sync_params()
         if not self.is_whole:
             for dtype_shard in self.dtype_shards:
                 dtype_shard.drop_part()
@@ -293,8 +293,12 @@ class Unit:
             for_backward: backward needs the parameters next, as they are now.
         """
         self.stale = False
-        keepers = self.keepers if for_backward and self.switches.reshard_to is not None else None
-        keepers = keepers if self.is_whole else None
+        post_forward_group = (
+            self.post_forward_group
+            if for_backward and self.switches.reshard_to is not None
+            else None
+        )
+        post_forward_group = post_forward_group if self.is_whole else None
         if self.is_whole:
             self.show_sharded()
             self.is_whole = self.concealed = False
@@ -303,7 +307,7 @@ class Unit:
             for member in self.members:
                 member.forget_version()
         for dtype_shard in self.dtype_shards:
-            dtype_shard.release(keepers)
+            dtype_shard.release(post_forward_group)
 
     # --- gradients
 
@@ -370,9 +374,9 @@ class Unit:
         assert replicas is not None and name is not None
         assert links is not None and links.replicas is not None
         sent = 2 * (replicas.size() - 1) * sums.nbytes // replicas.size()  # of a ring
-        movement = links.replicas.ranks.begin(name, "sum", sent)
+        transfer = links.replicas.ranks.begin(name, "sum", sent)
         work = dist.all_reduce(sums, group=replicas, async_op=True)
-        self._summing.append(_Summing(dtype_shard, sums, work, movement))
+        self._summing.append(_Summing(dtype_shard, sums, work, transfer))
 
     def finish_sums(self) -> None:
         """Wait for the all-reduce over the replicas."""
@@ -380,12 +384,12 @@ class Unit:
             self._await(summing)
             self._call_hook(summing.sums)
             summing.dtype_shard.deliver(summing.sums)
-            summing.movement.arrived()
+            summing.transfer.arrived()
         self._summing = []
 
     def _await(self, summing: _Summing) -> None:
         assert self.place.replicas is not None
-        wait_for(summing.work, summing.movement, self.place.replicas)
+        wait_for(summing.work, summing.transfer, self.place.replicas)
 
     def forget(self) -> None:
         """Release everything that a failed step has left."""

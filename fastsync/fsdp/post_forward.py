@@ -36,7 +36,7 @@ class PostForwardShard:
         self._part[: found.numel()].copy_(found)
         self._gathered: torch.Tensor | None = None
         self._work: dist.Work | None = None
-        self._movement: core.Movement | None = None
+        self._transfer: core.Transfer | None = None
 
     def start_gather(self, peers: core.UnitPeers, name: core.UnitName) -> None:
         """Start to gather, unless it is under way. Collective.
@@ -48,7 +48,7 @@ class PostForwardShard:
         if self._work is None:
             self._gathered = self._part.new_empty(self._group.size() * self._part.numel())
             sent = (self._group.size() - 1) * self._part.nbytes
-            self._movement = peers.begin(name, "gather", sent)
+            self._transfer = peers.begin(name, "gather", sent)
             self._work = all_gather_flat(self._gathered, self._part, self._group)
 
     def finish_gather(self) -> torch.Tensor:
@@ -59,10 +59,10 @@ class PostForwardShard:
 
     def wait(self) -> None:
         """Wait until nothing is under way."""
-        if self._work is not None and self._movement is not None:
-            wait_for(self._work, self._movement, self._group)
+        if self._work is not None and self._transfer is not None:
+            wait_for(self._work, self._transfer, self._group)
 
     def arrived(self) -> None:
         """Note that the memory is that of whole members again."""
-        if self._movement is not None:
-            self._movement.arrived()
+        if self._transfer is not None:
+            self._transfer.arrived()

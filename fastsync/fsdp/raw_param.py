@@ -22,7 +22,7 @@ class RawShard(DtypeShard):
 
     _gathered: torch.Tensor | None = None
     _work: dist.Work | None = None
-    _movement: core.Movement | None = None
+    _transfer: core.Transfer | None = None
     _has_memory = False
 
     @property
@@ -65,23 +65,23 @@ class RawShard(DtypeShard):
         self._gathered = chunk.new_empty(self.place.world * chunk.numel())
         assert self.links is not None and self.name is not None
         sent = (self.place.world - 1) * chunk.nbytes
-        self._movement = self.links.shares.ranks.begin(self.name, "gather", sent)
+        self._transfer = self.links.shares.ranks.begin(self.name, "gather", sent)
         self._work = all_gather_flat(self._gathered, chunk, self.place.group)
 
     @torch.no_grad()
     def finish_gather(self) -> None:
         if self._work is None:
             return
-        work, gathered, movement = self._work, self._gathered, self._movement
-        self._work = self._gathered = self._movement = None
-        assert gathered is not None and movement is not None
-        wait_for(work, movement, self.place.group)
+        work, gathered, transfer = self._work, self._gathered, self._transfer
+        self._work = self._gathered = self._transfer = None
+        assert gathered is not None and transfer is not None
+        wait_for(work, transfer, self.place.group)
         self.staging.arrived()
         chunks = gathered.view(self.dtype).view(self.place.world, -1)
         for index, member in enumerate(self.members):
             self._fill(member, self._layout().offsets[index], chunks)
         self._has_memory = True
-        movement.arrived()
+        transfer.arrived()
 
     def _fill(self, member: ShardedParam, offset: int, chunks: torch.Tensor) -> None:
         """Copies every rank's share of a member from where it begins in their chunks."""
@@ -105,7 +105,7 @@ class RawShard(DtypeShard):
         whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
         return whole.data
 
-    def release(self, keepers: dist.ProcessGroup | None = None) -> None:
+    def release(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
         """Release what was gathered; the next gather is of the shares in any case."""
         self.finish_gather()
         for member in self.members:

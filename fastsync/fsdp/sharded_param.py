@@ -85,8 +85,8 @@ class ShardedParam:
     trained: bool = field(init=False)
     watched: core.WatchedGradient | None = None
     _relay: RemovableHandle | None = None
-    _lent: torch.Tensor | None = None
-    _lent_version = 0
+    _seen_grad: torch.Tensor | None = None
+    _seen_version = 0
     _version: int | None = None  # of the share, when it was gathered
     _wrapper: torch.UntypedStorage = field(init=False)
     _local: torch.Tensor = field(init=False)
@@ -272,17 +272,17 @@ class ShardedParam:
         if self.whole is None or self.sharded.grad is None or self.whole.grad is not None:
             return
         if self.inner is None:
-            lent = _like(self.sharded.grad, self.whole)
-            self._lent, self._lent_version, self.whole.grad = lent, lent._version, lent
+            seen = _like(self.sharded.grad, self.whole)
+            self._seen_grad, self._seen_version, self.whole.grad = seen, seen._version, seen
 
     @torch.no_grad()
     def take_script_gradient(self) -> None:
         """Give the share what the script has left there: that gradient, another one, or none."""
-        lent, self._lent = self._lent, None
-        if lent is None or self.whole is None:
+        seen, self._seen_grad = self._seen_grad, None
+        if seen is None or self.whole is None:
             return
         found, self.whole.grad = self.whole.grad, None
-        if found is lent and lent._version == self._lent_version:
+        if found is seen and seen._version == self._seen_version:
             return  # and the share's may be another one by now
         if found is None or isinstance(found, DTensor):
             self.sharded.grad = None if found is None else _like(found, self.local)

@@ -31,23 +31,23 @@ from fastsync.reducer.bucket_layout import align_up
 __all__ = ["UnitSizes", "Units", "share_of", "unit_sizes"]
 
 _DIRECT_BYTES = 128 << 10  # a share of so many is one message (fastsync/fsdp/dtype_shard.py)
-_GRAIN = 16 << 10  # bytes, of which letters are multiples
+_GRAIN = 16 << 10  # bytes, of which packets are multiples
 _LAST_UNITS = 3  # of a backward: what the pool keeps is freed there (fastsync/fsdp/context.py)
 _MOST_FREE = 2  # times the largest request
 
 
 @dataclass
 class _Blocks:
-    """Memory for a part of a step, as csrc/ops/resizable_storage.h lends it on a CPU."""
+    """Memory for a part of a step, as csrc/ops/resizable_storage.h gives it on a CPU."""
 
     keeps: bool
-    lent: int = 0
+    used: int = 0
     free: list[int] = field(default_factory=list)
     largest: int = 0
 
     @property
     def held(self) -> int:
-        return self.lent + sum(self.free)
+        return self.used + sum(self.free)
 
     def take(self, size: int) -> int:
         self.largest = max(self.largest, size)
@@ -55,11 +55,11 @@ class _Blocks:
         if found is not None:
             self.free.remove(found)
         block = size if found is None else found
-        self.lent += block
+        self.used += block
         return block
 
     def give(self, block: int) -> None:
-        self.lent -= block
+        self.used -= block
         if self.keeps:
             self.free.append(block)
         while sum(self.free) > _MOST_FREE * self.largest:
@@ -71,7 +71,7 @@ class _Blocks:
 
 @dataclass
 class _Room:
-    """Shared memory for letters (csrc/shm/segment.h): a block takes the smallest gap that is
+    """Shared memory for packets (csrc/shm/segment.h): a block takes the smallest gap that is
     large enough, and pages stay behind them until they are trimmed."""
 
     taken: dict[int, int] = field(default_factory=dict)  # bytes by offset
@@ -114,7 +114,7 @@ class UnitSizes:
         sums: averages of the shares, and `gradients`: what stays of them, in the stored dtype.
         coded: gradients travel as codes.
         packed: parameters whose gradients are copied at once; the others' wait.
-        gather_letter, reduce_letter: what is written for ranks of this machine.
+        gather_packet, reduce_packet: what is written for ranks of this machine.
     """
 
     shard: int
@@ -125,8 +125,8 @@ class UnitSizes:
     sums: int
     gradients: int
     packed: frozenset[int]
-    gather_letter: int
-    reduce_letter: int
+    gather_packet: int
+    reduce_packet: int
 
 
 def share_of(param: TracedParam, shards: int) -> tuple[int, ...]:
@@ -169,10 +169,10 @@ def _sizes(
     if in_memory:
         others = int(world > 2)
     reducing = (world * reduced.packed * each, others * reduced.chunk * each)
-    letter = _own(reduced, shapes, world) * each
+    packet = _own(reduced, shapes, world) * each
     if codes is not None:
         reducing = (codes.nbytes(reduced, world),) * 2
-        letter = reducing[0] // world
+        packet = reducing[0] // world
     sums = reduced.chunk * summed.itemsize
     values = sum(shape.share(world) for shape in shapes)
     return UnitSizes(
@@ -184,8 +184,8 @@ def _sizes(
         sums=sums,
         gradients=sums if stored is summed else values * stored.itemsize,
         packed=frozenset(i for i, alone in zip(indices, reduced.direct, strict=True) if not alone),
-        gather_letter=_own(gathered, shapes, world) * each * in_memory,
-        reduce_letter=(world - 1) * letter * in_memory,
+        gather_packet=_own(gathered, shapes, world) * each * in_memory,
+        reduce_packet=(world - 1) * packet * in_memory,
     )
 
 
@@ -216,8 +216,8 @@ class Units:
     def __init__(self, record: Record, strategy: Strategy, carrier: Carrier) -> None:
         self._sizes = unit_sizes(record, strategy, carrier)
         self._unit_of = [param.unit for param in record.params]
-        self._pool, self._letters = _Blocks(carrier.on_cpu), _Room()
-        self._posted = dict[tuple[int, str], int]()  # letters, before this rank reads the others'
+        self._pool, self._packets = _Blocks(carrier.on_cpu), _Room()
+        self._posted = dict[tuple[int, str], int]()  # packets, before this rank reads the others'
         self._read = list[int]()  # and after that
         self._last = {m.place: at for at, m in enumerate(record.marks) if m.kind == "through"}
         self._order = [
@@ -246,7 +246,7 @@ class Units:
     @property
     def left(self) -> int:
         """Bytes that stay after a backward."""
-        return self._pool.held + self._letters.held
+        return self._pool.held + self._packets.held
 
     def begin(self) -> None:
         """Begin a forward. The other ranks have read messages during the optimizer's step before
@@ -322,29 +322,29 @@ class Units:
             return
         sizes = self._sizes[unit]
         if self._travels:
-            self._lend(unit)
+            self._use(unit)
         blocks = [self._pool.take(block) for size in sizes for block in size.gathering]
-        self._post(unit, "gather", sum(size.gather_letter for size in sizes))
+        self._post(unit, "gather", sum(size.gather_packet for size in sizes))
         while self._in_memory and blocks:  # what was in them has been written for the others
             self._pool.give(blocks.pop())
         self._gathering[unit] = blocks
 
-    def _lend(self, unit: int) -> None:
+    def _use(self, unit: int) -> None:
         self._whole[unit] = [self._pool.take(size.whole) for size in self._sizes[unit]]
 
     def _arrive(self, unit: int) -> None:
         if unit in self._gathering and unit not in self._whole:
-            self._lend(unit)
+            self._use(unit)
         self._note_read(unit, "gather")
         for block in self._gathering.pop(unit, []):
             self._pool.give(block)
 
     def _post(self, unit: int, what: str, size: int) -> None:
-        """Write a letter. Those of which this rank has read the others' are read before it takes
+        """Write a packet. Those of which this rank has read the others' are read before it takes
         more memory: see csrc/shm/messages.cpp."""
         if size:
             self._take_back()
-            self._posted[unit, what] = self._letters.take(align_up(size, _GRAIN))
+            self._posted[unit, what] = self._packets.take(align_up(size, _GRAIN))
 
     def _note_read(self, unit: int, what: str) -> None:
         if (unit, what) in self._posted:
@@ -352,7 +352,7 @@ class Units:
 
     def _take_back(self) -> None:
         while self._read:
-            self._letters.give(self._read.pop())
+            self._packets.give(self._read.pop())
 
     def _release(self, unit: int) -> None:
         self._arrive(unit)
@@ -371,7 +371,7 @@ class Units:
         packed = {index for size in sizes for index in size.packed}
         own = [index for index in self._arrived if self._unit_of[index] == unit]
         blocks = [[self._pool.take(block) for block in size.reducing] for size in sizes]
-        self._post(unit, "reduce", sum(size.reduce_letter for size in sizes))
+        self._post(unit, "reduce", sum(size.reduce_packet for size in sizes))
         waiting = sum(self._arrived[index] for index in own if index not in packed)
         for index in own:
             del self._arrived[index]
@@ -401,4 +401,4 @@ class Units:
 
     def _trim(self) -> None:
         self._pool.trim()
-        self._letters.trim()
+        self._packets.trim()

@@ -65,16 +65,16 @@ class Memory:
 
 @dataclass
 class _Pool:
-    """Buffers as csrc/ops/pool.h lends them: a CPU keeps what is given back, a GPU's allocator has
+    """Buffers as csrc/ops/pool.h gives them: a CPU keeps what is given back, a GPU's allocator has
     a pool of its own."""
 
     keeps: bool
     free: list[int] = field(default_factory=list)
-    lent: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
 
     @property
     def held(self) -> int:
-        return sum(self.lent) + sum(self.free)
+        return sum(self.used) + sum(self.free)
 
     def take(self, size: int) -> int:
         fitting = [kept for kept in self.free if size <= kept < _MUCH_LARGER * size]
@@ -83,11 +83,11 @@ class _Pool:
             self.free.remove(size)
         else:
             self.free = [kept for kept in self.free if kept >= size]
-        self.lent.append(size)
+        self.used.append(size)
         return size
 
     def give(self, size: int) -> None:
-        self.lent.remove(size)
+        self.used.remove(size)
         if self.keeps:
             self.free.append(size)
 

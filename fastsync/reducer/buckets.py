@@ -166,8 +166,8 @@ class BucketPlan:
 
     buckets: tuple[PlannedBucket, ...]
 
-    def chained(self, group: int) -> bool:
-        """Return whether any bucket of a group travels through a chain of collectives."""
+    def pipelined(self, group: int) -> bool:
+        """Return whether any bucket of a group travels through a pipeline of collectives."""
         return any(
             bucket.coded is not None and (bucket.regions is None or bucket.coded.node_ranks > 1)
             for bucket in self.buckets

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from fastsync._C import CodedSpec as CodedSpec
     from fastsync._C import FaultWatch as FaultWatch
     from fastsync._C import ForwardAdvice as ForwardAdvice
-    from fastsync._C import Movement as Movement
     from fastsync._C import Precision as Precision
     from fastsync._C import Reducer as Reducer
     from fastsync._C import ShardedGradients as ShardedGradients
     from fastsync._C import SharedCollective as SharedCollective
     from fastsync._C import SharedMemory as SharedMemory
-    from fastsync._C import SharedWords as SharedWords
+    from fastsync._C import SharedStatements as SharedStatements
     from fastsync._C import Timeline as Timeline
+    from fastsync._C import Transfer as Transfer
     from fastsync._C import Unit as Unit
     from fastsync._C import UnitGradients as UnitGradients
     from fastsync._C import UnitLayout as UnitLayout
@@ -225,7 +225,7 @@ def make_collective(memory: SharedMemory, channel: int) -> SharedCollective:
     return _C.SharedCollective(memory, channel)
 
 
-def make_words(memory: SharedMemory, timeout: float) -> SharedWords:
+def make_words(memory: SharedMemory, timeout: float) -> SharedStatements:
     """Return a barrier of the ranks that share `memory`, at which they also exchange a number.
 
     Make one for each memory.
@@ -233,22 +233,22 @@ def make_words(memory: SharedMemory, timeout: float) -> SharedWords:
     Args:
         timeout: seconds that a rank waits for the others.
     """
-    return _C.SharedWords(memory, 2, timeout)
+    return _C.SharedStatements(memory, 2, timeout)
 
 
 def make_sharded_gradients(
-    shard: torch.Tensor, faces: list[torch.Tensor], release: Callable[[int], None]
+    shard: torch.Tensor, proxies: list[torch.Tensor], release: Callable[[int], None]
 ) -> ShardedGradients:
     """Return the part of a unit's gradients that one rank keeps.
 
     Args:
         shard: memory of its averages, one-dimensional.
-        faces: tensors that become `param.grad`, by member. The list is read at every use, so a face
-            that is replaced in it is replaced in the result, too.
-        release: called with a member's position when its face is still referenced and its values
+        proxies: tensors that become `param.grad`, by member. The list is read at every use, so a
+            proxy that is replaced in it is replaced in the result, too.
+        release: called with a member's position when its proxy is still referenced and its values
             are about to be overwritten.
     """
-    return _C.ShardedGradients(shard, faces, release)
+    return _C.ShardedGradients(shard, proxies, release)
 
 
 def make_timeline(capacity: int, device: torch.device) -> Timeline:

@@ -32,9 +32,9 @@ from fastsync.reducer.buckets import (
 from fastsync.reducer.gradient_shards import ShardedUnit, Shares
 from fastsync.reducer.local_gradients import LocalGradients
 from fastsync.reducer.mean_weights import MeanWeights
-from fastsync.reducer.monitor import meeting_place, open_watch, watch_of
+from fastsync.reducer.monitor import make_rendezvous, open_watch, watch_of
 from fastsync.reducer.routes import Routes
-from fastsync.reducer.step_timing import PaceWatch
+from fastsync.reducer.step_timing import StepTimingWatch
 from fastsync.reducer.sync_state import Progress
 from fastsync.reducer.unused_parameters import NamedParam, UnusedParams
 from fastsync.wire.formats import Wire
@@ -62,7 +62,7 @@ class Engine:
         group_routes: the same for each of `policy.groups`.
         on_step: called with the C++ reducer before every step, at the same steps on all ranks.
         unused: what is said of parameters without gradient.
-        pace: which ranks the others wait for.
+        step_timing: which ranks the others wait for.
         forwards: those so far whose backward is to synchronise.
         regrouped: a plan of this training replaced another one with different buckets.
         during: runs what all ranks do together between steps.
@@ -81,7 +81,7 @@ class Engine:
         self.policy = policy
         self.network = Network()
         self._measured_rate = 0.0  # by this rank, before a restart
-        self._meeting = self._meeting_place()
+        self._rendezvous = self._make_rendezvous()
         self._recent: dict[tuple[int, ...], int] = {}  # numbers of plans, by what was trained
         leaves = [p.tensor for p in params]
         self._locals = LocalGradients(leaves) if any(map(is_dtensor, leaves)) else None
@@ -108,7 +108,7 @@ class Engine:
         self.plan = BucketPlan(())
         self.plans: list[BucketPlan] = []
         self.unused = UnusedParams(self._params, group, policy.warn_unused)
-        self.pace = PaceWatch(self.core, group, Env.read().straggler_warn)
+        self.step_timing = StepTimingWatch(self.core, group, Env.read().straggler_warn)
         self.on_step: Callable[[core.Reducer], None] | None = None
         self.during: Callable[[Callable[[], None]], None] = lambda task: task()
         self.weights: MeanWeights | None = None
@@ -184,8 +184,8 @@ class Engine:
             advice = prepare()
         if advice.unused:
             self.unused.look_at(advice.unused)
-        if advice.paced:
-            self.pace.warn()
+        if advice.new_timing:
+            self.step_timing.warn()
         if advice.regrouped:
             if self.precision is not None:
                 self.precision.end_forward()  # plans depend on what parameters are stored in
@@ -309,7 +309,7 @@ class Engine:
         Args:
             agreed: all ranks have the same plan now.
         """
-        self._group = self.pace.group = group
+        self._group = self.step_timing.group = group
         if self.weights is not None:
             self.weights.divides = None
         self.weights = None
@@ -321,7 +321,7 @@ class Engine:
         self.routes.use_group(group, self.policy)
         device = self._params[0].tensor.device
         self.shares = Shares(self.core, group, device, self.routes.memory)
-        self._meeting = self._meeting_place()
+        self._rendezvous = self._make_rendezvous()
         self._forget_plans()
         if agreed:
             self._install(self._order())
@@ -442,7 +442,7 @@ class Engine:
         return self.core.steps() < self.policy.wire.warmup_steps
 
     def _install(self, order: Sequence[int], keep: bool = False) -> None:
-        """Make a plan and hand it to the reducer. Collective where chains carry buckets.
+        """Make a plan and hand it to the reducer. Collective where pipelines carry buckets.
 
         Args:
             keep: the plan that it replaces will be wanted again.
@@ -450,11 +450,11 @@ class Engine:
         self.plan = self._plan(order)
         self._order_is_known = self.core.stats()["steps"] > 0
         until = self.policy.wire.warmup_steps if self._is_warming_up() else -1
-        if self.plan.chained(0) and self._group.size() > 1:
-            self.routes.make_chains(self.policy)
+        if self.plan.pipelined(0) and self._group.size() > 1:
+            self.routes.make_pipelines(self.policy)
         for number, routes in enumerate(self.group_routes, start=1):
-            if self.plan.chained(number):
-                routes.make_chains(self.policy)
+            if self.plan.pipelined(number):
+                routes.make_pipelines(self.policy)
         nodes, gradients = self.routes.nodes, self.shares.gradients
         owners = self.shares.owners(nodes)
         sender = core.Sender(self.wire, self._group.rank(), nodes, gradients, owners)
@@ -479,7 +479,7 @@ class Engine:
         number = self._recent.get(trained, 0)
         known = number if self.core.keeps_plan(number) else 0
         reason = f"the others to train the same parameters ({len(trained)} on this rank)"
-        alike = self._meeting.meet(reason, f"plan {known}")
+        alike = self._rendezvous.meet(reason, f"plan {known}")
         if not (known and alike):
             self._replan(keep=True)
             return
@@ -489,8 +489,8 @@ class Engine:
     def _trained(self) -> tuple[int, ...]:
         return tuple(i for i, p in enumerate(self._params) if p.tensor.requires_grad)
 
-    def _meeting_place(self) -> Rendezvous:
-        return meeting_place(self._group, f"plan-{self._identity()}", Env.read().agree_timeout)
+    def _make_rendezvous(self) -> Rendezvous:
+        return make_rendezvous(self._group, f"plan-{self._identity()}", Env.read().agree_timeout)
 
     def _identity(self) -> int:
         return zlib.crc32("\n".join(p.name for p in self._params).encode())

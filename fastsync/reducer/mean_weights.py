@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from fastsync._build.env import Env
 from fastsync.faults.consensus import RankMismatchError
-from fastsync.reducer.monitor import awaited, meeting_place
+from fastsync.reducer.monitor import awaited, make_rendezvous
 
 __all__ = ["MeanWeights", "Number"]
 
@@ -171,7 +171,7 @@ class MeanWeights:
         self.device, self._averages, self._apart = device, averages, apart
         self.backwards, self.waited = 0, 0.0
         self.divides: SharedBatches | None = None
-        self._meeting = meeting_place(group, f"weights-{name}", Env.read().agree_timeout)
+        self._rendezvous = make_rendezvous(group, f"weights-{name}", Env.read().agree_timeout)
         self._have_met = False
         self._new: Number | None = None  # weight of the running step's mean; None: it has none
         self._divisor = float(self._world)  # of a step without weights
@@ -288,7 +288,7 @@ class MeanWeights:
         """
         self._divisor = divisor
         if not self._have_met:
-            self._meeting.meet("the others to give weights", remedy=_REMEDY)
+            self._rendezvous.meet("the others to give weights", remedy=_REMEDY)
             self._have_met = True
         status = self._status_of(self._backwards if self._cleared else backwards)
         skips, self._skips = self._skips, False

@@ -4,8 +4,8 @@ csrc/fault/fault_watch.h says how it works. Here the ranks agree that there is o
 other: each offers an address, or says why not, and all see all offers. Until then the rendezvous
 store tells which ranks have come.
 
-Wherever Python brings all ranks together, they visit a place (csrc/fault/wait_scope.h). A rank that
-waits there watches for ranks that have ended, and warns of those that are late.
+Wherever Python brings all ranks together, they enter a wait scope (csrc/fault/wait_scope.h). A rank
+that waits there watches for ranks that have ended, and warns of those that are late.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = [
     "lend_watch",
     "looker",
     "looks_out",
-    "meeting_place",
+    "make_rendezvous",
     "open_watch",
     "watch_of",
     "watched",
@@ -71,7 +71,7 @@ _LOOK = timedelta(milliseconds=50)  # between two looks at the others
 _WRAPPING = "the wrapping of the model"
 
 
-class _Visit(Protocol):
+class _WaitScope(Protocol):
     """Wait of this rank for others; see csrc/fault/wait_scope.h."""
 
     def look(self) -> None: ...
@@ -80,7 +80,7 @@ class _Visit(Protocol):
 
 
 @dataclass(frozen=True)
-class _Lookout:
+class _Monitor:
     """Watch of the ranks of a group.
 
     Attributes:
@@ -92,24 +92,24 @@ class _Lookout:
 
 
 @cache
-def _lookouts() -> weakref.WeakKeyDictionary[dist.ProcessGroup, _Lookout]:
+def _monitors() -> weakref.WeakKeyDictionary[dist.ProcessGroup, _Monitor]:
     """Return the watches of this process, by group."""
     return weakref.WeakKeyDictionary()
 
 
 def watch_of(group: dist.ProcessGroup) -> core.FaultWatch | None:
     """Return the watch of a group, if there is one."""
-    lookout = _lookouts().get(group)
-    return None if lookout is None else lookout.watch
+    monitor = _monitors().get(group)
+    return None if monitor is None else monitor.watch
 
 
 def lend_watch(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
     """Let ranks that wait in `part`, a group of ranks of `group`, watch as in `group`."""
-    lookout = _lookouts().get(group)
-    if lookout is not None:
-        known = dict(zip(dist.get_process_group_ranks(group), lookout.ranks, strict=True))
+    monitor = _monitors().get(group)
+    if monitor is not None:
+        known = dict(zip(dist.get_process_group_ranks(group), monitor.ranks, strict=True))
         ranks = tuple(known[rank] for rank in dist.get_process_group_ranks(part))
-        _lookouts()[part] = _Lookout(lookout.watch, ranks)
+        _monitors()[part] = _Monitor(monitor.watch, ranks)
 
 
 def looks_out(group: dist.ProcessGroup) -> bool:
@@ -118,7 +118,7 @@ def looks_out(group: dist.ProcessGroup) -> bool:
 
 
 @cache
-def _last_words() -> weakref.WeakKeyDictionary[dist.ProcessGroup, ExitReasons]:
+def _exit_reasons() -> weakref.WeakKeyDictionary[dist.ProcessGroup, ExitReasons]:
     """Return the exit reasons of this process, by groups whose ranks are going
     to watch each other.
     """
@@ -130,10 +130,10 @@ def expect_watch(group: dist.ProcessGroup) -> None:
     does.
     """
     store = group_store(group)
-    if group.size() == 1 or store is None or group in _lookouts() or group in _last_words():
+    if group.size() == 1 or store is None or group in _monitors() or group in _exit_reasons():
         return
     words = ExitReasons(store, group.group_name, group.rank())
-    _last_words()[group] = words
+    _exit_reasons()[group] = words
     before_leaving(words)
 
 
@@ -153,7 +153,7 @@ def open_watch(group: dist.ProcessGroup, obstacle: str = "") -> str:
         UnreachableStoreError: this rank has lost the store; the others know that it is here.
     """
     store = group_store(group)
-    if group.size() == 1 or store is None or group in _lookouts():
+    if group.size() == 1 or store is None or group in _monitors():
         return ""
     with contextlib.suppress(ValueError):  # of the environment, which is an obstacle
         limit_silence(store, Env.read().lost_after)
@@ -167,10 +167,10 @@ def open_watch(group: dist.ProcessGroup, obstacle: str = "") -> str:
     addresses = [(*o.address, o.process, o.machine) for o in offers if o.address is not None]
     missing = watch.connect(addresses, group.rank())
     if missing:
-        _log.warning("fastsync: no connection for news of faults to ranks %s", missing)
-    _lookouts()[group] = _Lookout(watch, tuple(range(group.size())))
+        _log.warning("fastsync: no connection for reports of faults to ranks %s", missing)
+    _monitors()[group] = _Monitor(watch, tuple(range(group.size())))
     before_leaving(watch)
-    _last_words().pop(group, None)
+    _exit_reasons().pop(group, None)
     return ""
 
 
@@ -180,52 +180,52 @@ def _first_offers(mine: Offer, group: dist.ProcessGroup, store: Store) -> list[O
         warn_after = Env.read().stall_warn
     except ValueError:  # which is an obstacle
         warn_after = Env.stall_warn
-    me, visit, lost = (group.group_name, group.rank(), group.size()), None, None
+    me, scope, lost = (group.group_name, group.rank(), group.size()), None, None
     looks = talks_by_gloo(group)
     try:
         with needing_store(group, _WRAPPING):
-            visit = Arrivals(store, me, warn_after, core.process_has_ended, looks)
+            scope = Arrivals(store, me, warn_after, core.process_has_ended, looks)
     except UnreachableStoreError as error:
         # The others would say that this rank has not come, so it tells them in the group.
         mine, lost = Offer(None, mine.process, mine.machine, str(error)), error
     if looks:
-        offers = _gather(mine, group, partial(_wait, visit))
+        offers = _gather(mine, group, partial(_wait, scope))
     else:
-        with _explained_by(visit):
+        with _explained_by(scope):
             offers = gather_objects(mine, group)
     if lost is not None:
         raise lost
-    if visit is not None:
-        visit.passed()
+    if scope is not None:
+        scope.passed()
     return offers
 
 
-def explained(group: dist.ProcessGroup, place: str) -> contextlib.AbstractContextManager[None]:
+def explained(group: dist.ProcessGroup, label: str) -> contextlib.AbstractContextManager[None]:
     """Turn an error of a backend into one that names the ranks that have ended, if any have.
 
     Args:
-        place: what this rank is in, as it should read in the error.
+        label: what this rank is in, as it should read in the error.
 
     Raises:
         SyncFault: with the backend's words at its end.
     """
-    return _explained_by(_visit(group, place, "apart"))
+    return _explained_by(_wait_scope(group, label, "apart"))
 
 
-def explain_end(group: dist.ProcessGroup, place: str, rank: int, error: str) -> None:
+def explain_end(group: dist.ProcessGroup, label: str, rank: int, error: str) -> None:
     """Raise a `SyncFault` that says how `rank` of `group` has ended, if that is known.
 
     Args:
-        place: what this rank is in, as it should read in the error.
+        label: what this rank is in, as it should read in the error.
         error: what tells that the rank has ended.
     """
-    lookout = _lookouts().get(group)
-    if lookout is not None:
-        visit = lookout.watch.visit("apart", place, [lookout.ranks[rank]])
+    monitor = _monitors().get(group)
+    if monitor is not None:
+        scope = monitor.watch.wait_scope("apart", label, [monitor.ranks[rank]])
         try:
-            visit.explain(error)
+            scope.explain(error)
         finally:
-            visit.end(False)
+            scope.end(False)
 
 
 @contextlib.contextmanager
@@ -236,7 +236,7 @@ def wrapping(group: dist.ProcessGroup) -> Iterator[None]:
         RuntimeError: NCCL, which makes its communicator at the first collective, refuses `group`
             because two of its ranks use the same GPU.
     """
-    with _explained_by(_visit(group, _WRAPPING, "wrapping")):
+    with _explained_by(_wait_scope(group, _WRAPPING, "wrapping")):
         try:
             yield
         except dist.DistBackendError as error:
@@ -249,28 +249,28 @@ def wrapping(group: dist.ProcessGroup) -> Iterator[None]:
             ) from error
 
 
-def _visit(
-    group: dist.ProcessGroup, place: str, kind: str = "together", speaks: bool = False
-) -> _Visit | None:
-    """Begin a visit of this rank; return None without a watch.
+def _wait_scope(
+    group: dist.ProcessGroup, label: str, kind: str = "together", speaks: bool = False
+) -> _WaitScope | None:
+    """Begin a scope of this rank; return None without a watch.
 
     Args:
         kind: "together" if each rank of `group` comes here as often as the others, and waits.
         speaks: this rank warns of a long wait itself, whoever else waits.
     """
-    lookout = _lookouts().get(group)
-    if lookout is None:
+    monitor = _monitors().get(group)
+    if monitor is None:
         return None
-    ranks: Sequence[int] = lookout.ranks
+    ranks: Sequence[int] = monitor.ranks
     if speaks:  # the first of the ranks that are not late warns for all
-        ranks = sorted(ranks, key=lambda rank: rank != lookout.ranks[group.rank()])
-    return lookout.watch.visit(kind, place, ranks)
+        ranks = sorted(ranks, key=lambda rank: rank != monitor.ranks[group.rank()])
+    return monitor.watch.wait_scope(kind, label, ranks)
 
 
 @contextlib.contextmanager
-def _explained_by(visit: _Visit | None) -> Iterator[None]:
-    """End the visit."""
-    if visit is None:
+def _explained_by(scope: _WaitScope | None) -> Iterator[None]:
+    """End the scope."""
+    if scope is None:
         yield
         return
     came = False
@@ -280,67 +280,67 @@ def _explained_by(visit: _Visit | None) -> Iterator[None]:
     except RuntimeError as error:
         came = True  # where others are to blame
         if not isinstance(error, SyncFault):
-            visit.explain(str(error))
+            scope.explain(str(error))
             came = False
         raise
     finally:
-        visit.end(came)
+        scope.end(came)
 
 
-def watched(group: dist.ProcessGroup, place: str, start: Start, on_cpu: bool = False) -> None:
+def watched(group: dist.ProcessGroup, label: str, start: Start, on_cpu: bool = False) -> None:
     """Run a collective. A rank that waits in it watches for ranks that have ended, or are late.
 
     A ring's collective fails on the neighbours of a rank that has ended, and hangs on all others.
 
     Args:
-        place: what this rank is in, as it should read in an error.
+        label: what this rank is in, as it should read in an error.
         start: begins the collective.
         on_cpu: it is one of CPU tensors.
 
     Raises:
         SyncFault: a rank has ended, or the backend has failed because of one.
     """
-    _run(_visit(group, place), group, start, on_cpu)
+    _run(_wait_scope(group, label), group, start, on_cpu)
 
 
-def awaited(group: dist.ProcessGroup, place: str, work: dist.Work) -> None:
+def awaited(group: dist.ProcessGroup, label: str, work: dist.Work) -> None:
     """Wait as `watched` does for a collective that has been started.
 
     Some ranks may reach it by another way than this function.
     """
-    _run(_visit(group, place, "apart"), group, lambda: work)
+    _run(_wait_scope(group, label, "apart"), group, lambda: work)
 
 
 def _run(
-    visit: _Visit | None, group: dist.ProcessGroup, start: Start, on_cpu: bool = False
+    scope: _WaitScope | None, group: dist.ProcessGroup, start: Start, on_cpu: bool = False
 ) -> None:
-    if visit is not None and (is_gloo(group) or (on_cpu and talks_by_gloo(group))):
-        _wait(visit, start)
+    if scope is not None and (is_gloo(group) or (on_cpu and talks_by_gloo(group))):
+        _wait(scope, start)
         return
-    with _explained_by(visit):
+    with _explained_by(scope):
         start().wait()
 
 
-def _wait(visit: _Visit | None, start: Start) -> None:
-    with _explained_by(visit):
+def _wait(scope: _WaitScope | None, start: Start) -> None:
+    with _explained_by(scope):
         work = start()
         while not is_over(work):
-            if visit is not None:
-                visit.look()
+            if scope is not None:
+                scope.look()
 
 
-def come_together(group: dist.ProcessGroup, place: str) -> None:
+def come_together(group: dist.ProcessGroup, label: str) -> None:
     """Return once all ranks of `group` have come, where ranks can check while they wait.
     Collective.
 
     The wait that follows cannot check for faults, so no rank may still be late when it begins.
     """
     if looks_out(group):
-        watched(group, place, partial(dist.barrier, group=group, async_op=True))
+        watched(group, label, partial(dist.barrier, group=group, async_op=True))
 
 
 def watched_call(
-    group: dist.ProcessGroup, place: str, call: Callable[[], T], within: timedelta | None = None
+    group: dist.ProcessGroup, label: str, call: Callable[[], T], within: timedelta | None = None
 ) -> T:
     """Return the result of `call`, which waits for other ranks and cannot check for faults.
 
@@ -348,37 +348,37 @@ def watched_call(
     wait cannot be ended, and the thread is not joined.
 
     Args:
-        place: what this rank is in, as it should read in an error.
+        label: what this rank is in, as it should read in an error.
         within: how long ranks that are late are waited for; None: as long as `call` does.
 
     Raises:
         SyncFault: a rank has ended, is late, or `call` has failed because of one.
     """
     made: Future[T] = Future()
-    visit, begun = _visit(group, place), time.monotonic()
-    with _explained_by(visit):
+    scope, begun = _wait_scope(group, label), time.monotonic()
+    with _explained_by(scope):
         threading.Thread(target=_fulfil, args=(made, call), daemon=True).start()
         while not wait([made], _LOOK.total_seconds()).done:
-            if visit is not None:
-                visit.look()
+            if scope is not None:
+                scope.look()
                 if within is not None and time.monotonic() - begun > within.total_seconds():
-                    visit.explain(f"timed out after {within.total_seconds():g} s")
+                    scope.explain(f"timed out after {within.total_seconds():g} s")
                     within = None  # no rank is late
         return made.result()
 
 
-def gather_watched(mine: T, group: dist.ProcessGroup, place: str) -> list[T]:
+def gather_watched(mine: T, group: dist.ProcessGroup, label: str) -> list[T]:
     """Return what every rank of `group` passes, by rank: anything that can be pickled. Collective.
 
     Args:
-        place: what this rank is in, as it should read in an error.
+        label: what this rank is in, as it should read in an error.
 
     Raises:
         SyncFault: a rank has ended.
     """
     if watch_of(group) is not None and talks_by_gloo(group):
-        return _gather(mine, group, partial(watched, group, place, on_cpu=True))
-    with _explained_by(_visit(group, place)):
+        return _gather(mine, group, partial(watched, group, label, on_cpu=True))
+    with _explained_by(_wait_scope(group, label)):
         return gather_objects(mine, group)
 
 
@@ -421,67 +421,67 @@ def is_over(work: dist.Work) -> bool:
     return True
 
 
-def looker(group: dist.ProcessGroup, place: str) -> Callable[[], None]:
+def looker(group: dist.ProcessGroup, label: str) -> Callable[[], None]:
     """Return a function that raises a `SyncFault` where a rank has ended, for a waiting thread.
 
     It also warns of a long wait, for this rank alone.
 
     Args:
-        place: what it is in, as it should read in the error and in the warning.
+        label: what it is in, as it should read in the error and in the warning.
     """
-    visit = _visit(group, place, "apart", speaks=True)
-    return (lambda: None) if visit is None else visit.look
+    scope = _wait_scope(group, label, "apart", speaks=True)
+    return (lambda: None) if scope is None else scope.look
 
 
 @contextlib.contextmanager
-def answer_of(group: dist.ProcessGroup, place: str, rank: int) -> Iterator[Callable[[], None]]:
+def answer_of(group: dist.ProcessGroup, label: str, rank: int) -> Iterator[Callable[[], None]]:
     """Warn of `rank` of `group` while a thread waits for its answer and checks now and then.
 
     A rank whose script has come to its end may still answer, so its end is not looked for at once.
 
     Args:
-        place: what this rank is in, as it should read in a warning and an error.
+        label: what this rank is in, as it should read in a warning and an error.
 
     Yields:
         A function that may raise a `SyncFault`, and at the group's timeout a `TimeoutError` at
         least.
     """
-    lookout, begun, timeout = _lookouts().get(group), time.monotonic(), group_timeout(group)
-    visit: _Visit | None = None
-    if lookout is not None:
-        both = [lookout.ranks[group.rank()], lookout.ranks[rank]]  # the first says which is late
-        visit = lookout.watch.visit("apart", place, both)
+    monitor, begun, timeout = _monitors().get(group), time.monotonic(), group_timeout(group)
+    scope: _WaitScope | None = None
+    if monitor is not None:
+        both = [monitor.ranks[group.rank()], monitor.ranks[rank]]  # the first says which is late
+        scope = monitor.watch.wait_scope("apart", label, both)
 
     def look() -> None:
         waited = time.monotonic() - begun
-        if visit is not None and waited >= Env.read().stall_warn:
-            visit.look()
+        if scope is not None and waited >= Env.read().stall_warn:
+            scope.look()
         if timeout is not None and waited > timeout.total_seconds():
             text = f"rank {rank} did not come within {timeout.total_seconds():g} s"
-            if visit is not None:
-                visit.explain(text)
+            if scope is not None:
+                scope.explain(text)
             raise TimeoutError(text)
 
     try:
         yield look
     finally:
-        if visit is not None:
-            visit.end(False)
+        if scope is not None:
+            scope.end(False)
 
 
-def meeting_place(group: dist.ProcessGroup, name: str, timeout: float) -> Rendezvous:
-    """Return the place at which ranks that wait for each other watch for faults. See
+def make_rendezvous(group: dist.ProcessGroup, name: str, timeout: float) -> Rendezvous:
+    """Return the rendezvous at which ranks that wait for each other watch for faults. See
     `Rendezvous`.
     """
 
     @contextlib.contextmanager
-    def visit(reason: str) -> Iterator[Callable[[], None]]:
-        visiting, came = _visit(group, reason), False
+    def wait_scope(reason: str) -> Iterator[Callable[[], None]]:
+        scope, came = _wait_scope(group, reason), False
         try:
-            yield (lambda: None) if visiting is None else visiting.look
+            yield (lambda: None) if scope is None else scope.look
             came = True
         finally:
-            if visiting is not None:
-                visiting.end(came)
+            if scope is not None:
+                scope.end(came)
 
-    return Rendezvous(group, name, timeout, visit)
+    return Rendezvous(group, name, timeout, wait_scope)

@@ -2,7 +2,7 @@
 step on.
 
 Torch calls hooks before and after every step of every optimizer. One that is called before may
-replace the arguments of `step`, the optimizer itself among them: by a stand-in.
+replace the arguments of `step`, the optimizer itself among them: by a proxy.
 
 [Note: inside the hooks of a script]
 Hooks of a script may write to parameters, gradients and settings. What they write before a step has
@@ -35,9 +35,9 @@ __all__ = [
     "StepWatcher",
     "is_elementwise",
     "known_optimizers",
+    "optimizer_proxy",
     "params_of",
     "plain_step",
-    "stand_in_for",
     "watch_steps",
     "with_loss",
 ]
@@ -74,7 +74,7 @@ class StepWatcher:
         """Replace a step, after every hook that the script registered to run before it.
 
         Args:
-            args: perhaps with another watcher's stand-in.
+            args: perhaps with another watcher's proxy.
 
         Returns:
             What to call `step` with instead; None: with these.
@@ -85,7 +85,7 @@ class StepWatcher:
         """End a step, before every hook that the script registered to run after it."""
 
     def within_step(self, hooks: Sequence[Callable[..., Any]]) -> None:
-        """Handle a stand-in's call of its base class's `step`.
+        """Handle a proxy's call of its base class's `step`.
 
         torch then calls these hooks of the script once more, before `end_step`.
         """
@@ -191,14 +191,14 @@ def params_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
-def stand_in_for(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
+def optimizer_proxy(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Optimizer:
     """Return an optimizer of the same class, settings and state, with other groups.
 
     The optimizer itself stays as it is, even where the step raises.
     """
-    stand_in: Optimizer = object.__new__(type(optimizer))
-    stand_in.__dict__.update(optimizer.__dict__, param_groups=list(groups))
-    return stand_in
+    proxy: Optimizer = object.__new__(type(optimizer))
+    proxy.__dict__.update(optimizer.__dict__, param_groups=list(groups))
+    return proxy
 
 
 def plain_step(optimizer: Optimizer) -> None:

@@ -1,6 +1,6 @@
 """Process groups that fastsync makes, beside the one whose ranks average their gradients.
 
-Each link of a coded bucket's chain has a process group of its own (csrc/comm/worker.h says why).
+Each stage of a coded bucket's pipeline has a process group of its own: see csrc/comm/worker.h.
 torch makes a group by waiting for all of its ranks, as long as the group's timeout says. So the
 ranks first meet in a collective whose wait ends when another rank ends. While it makes the group, a
 rank watches for ranks that end.
@@ -66,7 +66,7 @@ class OwnGroups:
         """
         weakref.finalize(user, _endings().begin, self._groups).atexit = False
 
-    def take_over(self, other: OwnGroups) -> None:
+    def attach(self, other: OwnGroups) -> None:
         """Let the groups of another one end with these."""
         self._groups.extend(other._groups)
         other._groups.clear()
@@ -142,11 +142,11 @@ def make_links(
     device: torch.device,
     own: OwnGroups,
 ) -> list[dist.ProcessGroup]:
-    """The process groups of a chain's links, in order. Collective.
+    """The process groups of a pipeline's stages, in order. Collective.
 
-    On a device with streams all links are enqueued at once, in one order on every rank, so that
-    links between the same ranks may share a group. On a CPU collectives are started by the thread
-    that runs the backward, but exchanges and whatever follows the first link by threads of each
+    On a device with streams all stages are enqueued at once, in one order on every rank, so that
+    stages between the same ranks may share a group. On a CPU collectives are started by the thread
+    that runs the backward, but exchanges and whatever follows the first stage by threads of each
     model: those need groups that no other model uses.
     """
     streams = device.type != "cpu"

@@ -1,4 +1,4 @@
-"""Routes of gradients beside the process group itself: shared memory, and groups for chains."""
+"""Routes of gradients beside the process group itself: shared memory, and groups for pipelines."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Routes:
             return None
         return share_memory(group, self._nbytes)
 
-    def make_chains(self, policy: SyncPolicy) -> None:
+    def make_pipelines(self, policy: SyncPolicy) -> None:
         """Prepare the reducer to send coded buckets. Collective the first time."""
         if self.nodes not in self._links:
             links = make_links(self._group, policy.wire, self.nodes, self._device, self._own)
@@ -98,10 +98,10 @@ class Routes:
         if self._linked != names:
             self._linked = names
             memory = self._node_memory.get(self.nodes) if self.nodes is not None else None
-            self._core.use_chains(self._linked, memory, self._number)
+            self._core.use_pipelines(self._linked, memory, self._number)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Collectives of Gloo's in chains may take so long from now on."""
+        """Collectives of Gloo's in pipelines may take so long from now on."""
         for link in self._all_links():
             set_group_timeout(link, timeout)
 

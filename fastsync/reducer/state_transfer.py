@@ -57,14 +57,14 @@ def give(make: Callable[[], Any], group: dist.ProcessGroup, to: int) -> None:
     watched_call(group, _PLACE, partial(_send_all, head, tensors, group, to))
 
 
-def receive(group: dist.ProcessGroup, giver: int) -> Any:
-    """Receive the tensors that rank `giver` of `group` sends.
+def receive(group: dist.ProcessGroup, sender: int) -> Any:
+    """Receive the tensors that rank `sender` of `group` sends.
 
     Raises:
         SyncFault: a rank has ended.
-        ValueError: the giver cannot send them; the text says why.
+        ValueError: the sender cannot send them; the text says why.
     """
-    return watched_call(group, _PLACE, partial(_receive_all, group, giver))
+    return watched_call(group, _PLACE, partial(_receive_all, group, sender))
 
 
 class _Pickler(pickle.Pickler):
@@ -108,8 +108,8 @@ def _send_all(
     send(*large, *([torch.cat(small)] if small else []))
 
 
-def _receive_all(group: dist.ProcessGroup, giver: int) -> Any:
-    fill = partial(_travel, group.recv, giver)
+def _receive_all(group: dist.ProcessGroup, sender: int) -> Any:
+    fill = partial(_travel, group.recv, sender)
     size = torch.empty(1, dtype=torch.int64, device="cpu")
     fill(size.view(torch.uint8))
     text = torch.empty(int(size), dtype=torch.uint8, device="cpu")

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACTIVITIES",
-    "Pace",
-    "PaceRecord",
-    "PaceWarning",
-    "PaceWatch",
+    "SlowRankWarning",
     "SlowRanks",
+    "StepTiming",
+    "StepTimingRecord",
+    "StepTimingWatch",
     "during",
-    "pace_of",
     "remedy_for",
+    "step_timing_of",
 ]
 
 _log = logging.getLogger("fastsync")
@@ -36,7 +36,7 @@ _NS = 1e-9
 
 # What a rank may be slow with, in the order of the engine's; the last of its activities is waiting.
 ACTIVITIES = ("between steps", "forward", "backward", "packing")
-_WINDOW = 50  # steps; Pace::kWindow
+_WINDOW = 50  # steps; StepTiming::kWindow
 _NOTEWORTHY = 0.05  # of the step: less is noise
 _WORTH_A_WARNING = 5e-3  # seconds of each step: nothing is gained by less
 _MENTIONED = 0.2  # of what slow ranks cost: what makes up less of it is left out
@@ -49,7 +49,7 @@ _REMEDIES = {
 }
 
 
-class PaceRecord(Protocol):
+class StepTimingRecord(Protocol):
     """One rank's means over a window.
 
     Attributes:
@@ -102,7 +102,7 @@ class SlowRanks:
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepTiming:
     """Time that ranks wait for each other, on average over a window of steps; the same on every
     rank.
 
@@ -120,7 +120,7 @@ class Pace:
     slow: SlowRanks | None
 
 
-def pace_of(steps: int, earliest: Sequence[PaceRecord], ranks: int) -> Pace:
+def step_timing_of(steps: int, earliest: Sequence[StepTimingRecord], ranks: int) -> StepTiming:
     """Judge a window.
 
     Ranks are slow where a gap divides their waiting from that of the rest, and they are half of all
@@ -139,10 +139,12 @@ def pace_of(steps: int, earliest: Sequence[PaceRecord], ranks: int) -> Pace:
     if candidates and _NS * max(candidates) >= _NOTEWORTHY * step_time:
         count = candidates.index(max(candidates)) + 1
         slow = _slow_ranks(earliest[:count], earliest[count], step_time)
-    return Pace(steps, step_time, _NS * waits[0], slow)
+    return StepTiming(steps, step_time, _NS * waits[0], slow)
 
 
-def _slow_ranks(slow: Sequence[PaceRecord], following: PaceRecord, step_time: float) -> SlowRanks:
+def _slow_ranks(
+    slow: Sequence[StepTimingRecord], following: StepTimingRecord, step_time: float
+) -> SlowRanks:
     cost = _NS * (following.times[-1] - slow[-1].times[-1])
     excess = {}
     for index, activity in enumerate(ACTIVITIES):
@@ -151,7 +153,7 @@ def _slow_ranks(slow: Sequence[PaceRecord], following: PaceRecord, step_time: fl
     return SlowRanks(tuple(sorted(r.rank for r in slow)), cost, cost / step_time, excess)
 
 
-class PaceWarning:
+class SlowRankWarning:
     """Warns of ranks that the others wait for, more and more rarely.
 
     Args:
@@ -163,21 +165,21 @@ class PaceWarning:
         self._distance = 1  # in windows
         self._next = 0
 
-    def look_at(self, pace: Pace | None) -> None:
+    def look_at(self, step_timing: StepTiming | None) -> None:
         """Log a warning where one is due."""
-        slow = None if pace is None else pace.slow
-        if pace is None or slow is None or pace.steps < self._next:
+        slow = None if step_timing is None else step_timing.slow
+        if step_timing is None or slow is None or step_timing.steps < self._next:
             return
         if slow.share < self._share or slow.cost < _WORTH_A_WARNING:
             return
-        self._next = pace.steps + _WINDOW * self._distance
+        self._next = step_timing.steps + _WINDOW * self._distance
         self._distance *= _DISTANCE
-        first = pace.steps - _WINDOW + 1
+        first = step_timing.steps - _WINDOW + 1
         _log.warning(
             "fastsync: the others wait for %s (steps %d to %d). %s",
             slow,
             first,
-            pace.steps,
+            step_timing.steps,
             remedy_for(slow.slow),
         )
 
@@ -187,7 +189,7 @@ def remedy_for(activity: str) -> str:
     return _REMEDIES[activity]
 
 
-class PaceWatch:
+class StepTimingWatch:
     """Watch of how long one model's ranks wait for each other, and for which ranks.
 
     Args:
@@ -208,16 +210,16 @@ class PaceWatch:
 
     @group.setter
     def group(self, group: dist.ProcessGroup) -> None:
-        self._group, self._warning = group, PaceWarning(self._share)
+        self._group, self._warning = group, SlowRankWarning(self._share)
 
-    def measured(self) -> Pace | None:
-        """Return the pace of the latest window that all ranks know; None before, and without a
-        watch.
+    def measured(self) -> StepTiming | None:
+        """Return the timing of the latest window that all ranks know; None before, and without
+        a watch.
         """
-        report = self._core.pace()
+        report = self._core.step_timing()
         if report is None:
             return None
-        return pace_of(report.steps, report.earliest, self.group.size())
+        return step_timing_of(report.steps, report.earliest, self.group.size())
 
     def warn(self) -> None:
         """Warn on rank 0 about slow ranks, once for each window that all

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from fastsync.reducer.step_timing import SlowRanks, pace_of
+from fastsync.reducer.step_timing import SlowRanks, step_timing_of
 from fastsync.timeline.moves import (
     Event,
     Move,
@@ -193,7 +193,7 @@ class RankStep:
         return length(spans) - length(common(spans, self.waits()))
 
     def waits(self, *kinds: str) -> tuple[Span, ...]:
-        """Return when the computation waited for units; for movements of some `kinds`, if given."""
+        """Return when the computation waited for units; for transfers of some `kinds`, if given."""
         moves = (m for m in self.moves if not kinds or m.kind in kinds)
         return union(move.exposed for move in moves)
 
@@ -345,7 +345,7 @@ def find_slow_ranks(by_step: Mapping[int, Sequence[RankStep]]) -> SlowRanks | No
         for rank, times in spent.items()
     ]
     earliest = sorted(means, key=lambda each: each.times[-1])
-    return pace_of(len(by_step), earliest, len(means)).slow if means else None
+    return step_timing_of(len(by_step), earliest, len(means)).slow if means else None
 
 
 def _activities(step: RankStep, before: int) -> tuple[float, ...]:

@@ -159,7 +159,7 @@ class Recorder:
     def _record(self, timeout: float) -> RankRecord:
         """Wait for the device, which may be behind by steps, and half of the time at most: the
         others wait for this rank."""
-        unfinished = self._timeline.settle(timeout / 2)
+        unfinished = self._timeline.await_events(timeout / 2)
         events, dropped = tuple(self._timeline.events()), self._timeline.dropped()
         return RankRecord(self._rank, socket.gethostname(), 0, dropped, events, unfinished)
 
@@ -222,8 +222,8 @@ def _packed(record: RankRecord) -> str:
     return base64.b85encode(zlib.compress(json.dumps(asdict(record)).encode())).decode("ascii")
 
 
-def _unpacked(letter: bytes) -> RankRecord:
-    return RankRecord.of(json.loads(zlib.decompress(base64.b85decode(letter))))
+def _unpacked(message: bytes) -> RankRecord:
+    return RankRecord.of(json.loads(zlib.decompress(base64.b85decode(message))))
 
 
 def _say(text: str) -> None:

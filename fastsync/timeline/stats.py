@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from fastsync.reducer.reports import Counters, UnitCounters
-from fastsync.reducer.step_timing import Pace, SlowRanks
+from fastsync.reducer.step_timing import SlowRanks, StepTiming
 from fastsync.timeline.data import Medians, RankStep
 from fastsync.timeline.group_rows import UnitTiming, unit_timings
 from fastsync.timeline.moves import UnitInfo, size_text
@@ -151,7 +151,7 @@ def make_stats(
     buckets: Sequence[int],
     recorded: Sequence[RankStep],
     one_rank_step: float | None,
-    pace: Pace | None = None,
+    step_timing: StepTiming | None = None,
 ) -> SyncStats:
     """Put the statistics together.
 
@@ -160,14 +160,14 @@ def make_stats(
         buckets: bytes of each bucket of the current plan.
         recorded: this rank's recorded steps, in order.
         one_rank_step: seconds of a step on a single rank.
-        pace: of all ranks, where it is known.
+        step_timing: of all ranks, where it is known.
 
     Raises:
         ValueError: `one_rank_step` is not positive, or there is nothing to compare it with.
     """
     base = SyncStats(**counters, buckets=tuple(buckets), recorded_steps=len(recorded))
-    if pace is not None:
-        base = replace(base, straggler=pace.slow, network_time=pace.network_time)
+    if step_timing is not None:
+        base = replace(base, straggler=step_timing.slow, network_time=step_timing.network_time)
     stats = _with_times(base, recorded, one_rank_step)
     return replace(stats, bucket_times=_bucket_times(buckets, recorded)) if recorded else stats
 

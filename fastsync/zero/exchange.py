@@ -39,7 +39,7 @@ class Exchange:
         self,
         group: dist.ProcessGroup,
         place: Rendezvous,
-        words: core.SharedWords | None,
+        words: core.SharedStatements | None,
         device: torch.device,
     ) -> None:
         self.group, self._place, self._words, self._device = group, place, words, device
@@ -71,7 +71,7 @@ class Exchange:
         start = partial(dist.all_reduce, tensor, how, group=self.group, async_op=True)
         watched(self.group, wish, start)
 
-    def _tell(self, words: core.SharedWords, wish: str, mine: float) -> list[float]:
+    def _tell(self, words: core.SharedStatements, wish: str, mine: float) -> list[float]:
         """Return each rank's number, by rank."""
         try:
             everyones = words.exchange(wish, mine)

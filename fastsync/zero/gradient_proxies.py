@@ -1,4 +1,4 @@
-"""Gradients of which each rank keeps its own region, and the faces that scripts see of them.
+"""Gradients of which each rank keeps its own region, and the proxies that scripts see of them.
 
 After a backward that synchronises, a rank has the averages of the elements that it owns and no
 others. `param.grad` is then a `ShardedGradient`: it has the parameter's shape, dtype and device,
@@ -72,7 +72,7 @@ class ShardGroup:
         if order != float("inf"):
             local = local.pow(1.0 / order)
         norms = iter(local.unbind())
-        return {id(unit): [next(norms).to(unit.dtype) for _ in unit.faces] for unit in self.units}
+        return {id(unit): [next(norms).to(unit.dtype) for _ in unit.proxies] for unit in self.units}
 
 
 def _powers(piece: torch.Tensor, order: float) -> torch.Tensor:
@@ -132,7 +132,7 @@ class Share:
         return self.whole is None and self.pending is None
 
     def release(self) -> None:
-        """Copy the values, so that a face that is still referenced keeps them."""
+        """Copy the values, so that a proxy that is still referenced keeps them."""
         pending = self.pending
         self.piece = self.piece.clone()
         self.released, self._pending = True, pending
@@ -173,9 +173,9 @@ class ShardedGradient(WrapperTensor):
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, share: Share) -> ShardedGradient:
-        face = cls.without_memory(like)
-        face.share = share
-        return face
+        proxy = cls.without_memory(like)
+        proxy.share = share
+        return proxy
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -186,7 +186,7 @@ class ShardedGradient(WrapperTensor):
         result = NotImplemented if handler is None else handler(func, *args, **kwargs)
         if result is not NotImplemented:
             return result
-        args, kwargs = map_tensors(cls, lambda face: face.share.make_whole(), (args, kwargs))
+        args, kwargs = map_tensors(cls, lambda proxy: proxy.share.make_whole(), (args, kwargs))
         return func(*args, **kwargs)
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
@@ -227,10 +227,10 @@ class GradientShards:
         self._ranges = space.owned_ranges()
         # Made once: a view that is made while torch dispatches has a version of its own.
         self._pieces = [self.shard[start : start + numel] for start, numel, _ in self._ranges]
-        self.faces: list[torch.Tensor] = [self._face(i) for i in range(len(self.params))]
+        self.proxies: list[torch.Tensor] = [self._proxy(i) for i in range(len(self.params))]
         me = weakref.ref(self)
         self.core = core.make_sharded_gradients(
-            self.shard, self.faces, lambda index: _release(me, index)
+            self.shard, self.proxies, lambda index: _release(me, index)
         )
 
     def version(self) -> int:
@@ -239,28 +239,28 @@ class GradientShards:
 
     def shares(self) -> list[Share]:
         """Return this rank's share of each member's gradient."""
-        return [face.share for face in self.faces if isinstance(face, ShardedGradient)]
+        return [proxy.share for proxy in self.proxies if isinstance(proxy, ShardedGradient)]
 
-    def _face(self, index: int) -> ShardedGradient:
+    def _proxy(self, index: int) -> ShardedGradient:
         share = Share(self, index, self._pieces[index], self._ranges[index][2])
         return ShardedGradient(self.params[index], share)
 
     def release(self, index: int) -> None:
-        """Give the member's values to a new face; the old face keeps a copy of them."""
+        """Give the member's values to a new proxy; the old proxy keeps a copy of them."""
         self.shares()[index].release()
         self._renew(index)
 
     def replace(self, index: int, whole: torch.Tensor) -> None:
         """Make this tensor the member's gradient from now on."""
-        param, face = self.params[index], self.faces[index]
-        if param.grad is face:
+        param, proxy = self.params[index], self.proxies[index]
+        if param.grad is proxy:
             param.grad = whole
         self.core.set_pending(index, None)
         self._renew(index)
 
     def _renew(self, index: int) -> None:
-        self.faces[index] = self._face(index)
-        self.core.set_face(index, self.faces[index])
+        self.proxies[index] = self._proxy(index)
+        self.core.set_proxy(index, self.proxies[index])
 
     def collect(self, share: Share) -> torch.Tensor:
         """Return all averages of one member, from all ranks. Collective.
@@ -307,7 +307,7 @@ def lend_gradients(space: FlatBuffer) -> None:
 
 
 def make_whole(params: Iterable[torch.Tensor]) -> None:
-    """Put plain tensors into `param.grad` again. Collective where a face was there."""
+    """Put plain tensors into `param.grad` again. Collective where a proxy was there."""
     for param in params:
         if isinstance(param.grad, ShardedGradient):
             param.grad = param.grad.share.make_whole()
@@ -328,9 +328,9 @@ def _is_scalar(value: object) -> bool:
     )
 
 
-def _changed(faces: Sequence[ShardedGradient]) -> None:
+def _changed(proxies: Sequence[ShardedGradient]) -> None:
     """Note averages that were written here, where torch does not count that."""
-    increment_version([face.share.piece for face in faces])
+    increment_version([proxy.share.piece for proxy in proxies])
 
 
 def _averages(values: Sequence[object]) -> bool:
@@ -339,35 +339,35 @@ def _averages(values: Sequence[object]) -> bool:
 
 
 @_on("detach.default", "alias.default")
-def _detach(func: Any, face: ShardedGradient) -> ShardedGradient:
-    return ShardedGradient(face, face.share)
+def _detach(func: Any, proxy: ShardedGradient) -> ShardedGradient:
+    return ShardedGradient(proxy, proxy.share)
 
 
 @_on("zero_.default")
-def _zero(func: Any, face: ShardedGradient) -> Any:
-    if face.share.whole is not None:
+def _zero(func: Any, proxy: ShardedGradient) -> Any:
+    if proxy.share.whole is not None:
         return NotImplemented
-    face.share.pending = None
-    face.share.piece.zero_()
-    _changed([face])
-    return face
+    proxy.share.pending = None
+    proxy.share.piece.zero_()
+    _changed([proxy])
+    return proxy
 
 
 @_on("_foreach_zero_.default")
-def _zero_all(func: Any, faces: Sequence[torch.Tensor]) -> None:
-    for face in faces:
-        face.zero_()
+def _zero_all(func: Any, proxies: Sequence[torch.Tensor]) -> None:
+    for proxy in proxies:
+        proxy.zero_()
 
 
 @_on("add_.Tensor")
-def _accumulate(func: Any, face: Any, other: torch.Tensor, *, alpha: float = 1) -> Any:
+def _accumulate(func: Any, proxy: Any, other: torch.Tensor, *, alpha: float = 1) -> Any:
     """Accumulate as autograd does into a gradient that it finds; what a
     script adds counts alike.
     """
-    if not isinstance(face, ShardedGradient) or isinstance(other, ShardedGradient):
+    if not isinstance(proxy, ShardedGradient) or isinstance(other, ShardedGradient):
         return NotImplemented
-    share = face.share
-    if share.whole is not None or other.shape != face.shape or other.dtype is not face.dtype:
+    share = proxy.share
+    if share.whole is not None or other.shape != proxy.shape or other.dtype is not proxy.dtype:
         return NotImplemented
     added, before = other if alpha == 1 else other * alpha, share.pending
     if before is None:
@@ -375,7 +375,7 @@ def _accumulate(func: Any, face: Any, other: torch.Tensor, *, alpha: float = 1) 
         share.pending = torch.empty_like(param).copy_(added)  # in the same order in memory
     else:
         share.pending = before + added
-    return face
+    return proxy
 
 
 @_on(
@@ -388,12 +388,12 @@ def _accumulate(func: Any, face: Any, other: torch.Tensor, *, alpha: float = 1) 
     "clamp_max_.default",
     "nan_to_num_.default",
 )
-def _elementwise(func: Any, face: Any, *others: Any, **named: Any) -> Any:
-    if not _averages([face]) or not all(map(_is_scalar, others)):
+def _elementwise(func: Any, proxy: Any, *others: Any, **named: Any) -> Any:
+    if not _averages([proxy]) or not all(map(_is_scalar, others)):
         return NotImplemented
-    func(face.share.piece, *others, **named)
-    _changed([face])
-    return face
+    func(proxy.share.piece, *others, **named)
+    _changed([proxy])
+    return proxy
 
 
 @_on(
@@ -404,48 +404,48 @@ def _elementwise(func: Any, face: Any, *others: Any, **named: Any) -> Any:
     "_foreach_clamp_min_.Scalar",
     "_foreach_clamp_max_.Scalar",
 )
-def _elementwise_all(func: Any, faces: Sequence[Any], other: Any) -> Any:
-    if not _averages(faces) or not _is_scalar(other):
+def _elementwise_all(func: Any, proxies: Sequence[Any], other: Any) -> Any:
+    if not _averages(proxies) or not _is_scalar(other):
         return NotImplemented
-    func([face.share.piece for face in faces], other)
-    _changed(faces)
+    func([proxy.share.piece for proxy in proxies], other)
+    _changed(proxies)
     return None
 
 
 @_on("linalg_vector_norm.default")
 def _norm(
     func: Any,
-    face: Any,
+    proxy: Any,
     ord: float = 2,
     dim: Any = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    known = _averages([face]) and not face.share.released and ord > 0
+    known = _averages([proxy]) and not proxy.share.released and ord > 0
     if not known or dim is not None or keepdim:
         return NotImplemented
-    norm = face.share.shards().sharers.norm(face.share, float(ord))
+    norm = proxy.share.shards().sharers.norm(proxy.share, float(ord))
     return norm if dtype is None else norm.to(dtype)
 
 
 @_on("_foreach_norm.Scalar")
 def _norms(
-    func: Any, faces: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None
+    func: Any, proxies: Sequence[Any], ord: float = 2, dtype: torch.dtype | None = None
 ) -> Any:
-    return [torch.linalg.vector_norm(face, ord, dtype=dtype) for face in faces]
+    return [torch.linalg.vector_norm(proxy, ord, dtype=dtype) for proxy in proxies]
 
 
 @_on("_amp_foreach_non_finite_check_and_unscale_.default")
 def _unscale(
-    func: Any, faces: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor
+    func: Any, proxies: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> Any:
-    if not _averages(faces):
+    if not _averages(proxies):
         return NotImplemented
-    sharers = faces[0].share.shards().sharers
+    sharers = proxies[0].share.shards().sharers
     sharers.exchange.meet("gradients to be unscaled")
-    func([face.share.piece for face in faces], found_inf, inv_scale)
-    _changed(faces)
+    func([proxy.share.piece for proxy in proxies], found_inf, inv_scale)
+    _changed(proxies)
     sharers.exchange.reduce(found_inf, "the search for infinities", dist.ReduceOp.MAX)
     return None
 

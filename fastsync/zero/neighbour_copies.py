@@ -55,7 +55,7 @@ _Told = tuple[torch.Tensor, State]
 
 
 @dataclass(frozen=True)
-class _Standing:
+class _RankState:
     """The optimizers of one rank.
 
     Attributes:
@@ -213,12 +213,12 @@ class Neighbours:
         known = self._owner.known()
         steps = {sharded.number: sharded.steps for _, sharded in known}
         cuts = tuple(sharded.cut for _, sharded in known if ranks[mine] in present)
-        standings = _gather(_Standing(self._owner.taken, steps, cuts), self._owner.engine.group)
-        found = {pair for each in standings for cut in each.cuts for pair in cut.lost(present)}
+        states = _gather(_RankState(self._owner.taken, steps, cuts), self._owner.engine.group)
+        found = {pair for each in states for cut in each.cuts for pair in cut.lost(present)}
         self.lost = sorted(found)
         if self.lost:
             return
-        common, self._late = _compared(standings)
+        common, self._late = _compared(states)
         self._prepared = self._recut(common, present)
 
     def prepare_late(self) -> None:
@@ -245,15 +245,15 @@ class Neighbours:
             return [_Recut(*known[n], present, cut, group) for n in sorted(numbers)]
 
 
-def _compared(standings: Iterable[_Standing]) -> tuple[list[int], frozenset[int]]:
+def _compared(states: Iterable[_RankState]) -> tuple[list[int], frozenset[int]]:
     """Return the numbers of optimizers with the same steps on all ranks, and those of the others.
 
     None of those that a rank has seen the end of: no rank steps with them any more.
     """
-    standings = list(standings)
+    states = list(states)
     common, late = [], set()
-    for number in sorted({number for each in standings for number in each.steps}):
-        steps = {each.steps_of(number) for each in standings}
+    for number in sorted({number for each in states for number in each.steps}):
+        steps = {each.steps_of(number) for each in states}
         if None in steps:
             continue
         if len(steps) == 1:

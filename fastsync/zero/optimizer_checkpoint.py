@@ -151,7 +151,7 @@ class OptimizerCheckpoint:
         self._sharded.meet("model.optimizer_state_dict()", "Call it on every rank")
         with self._together("saved"):
             groups = self._groups(optimizer)
-        taken = self._take_over(optimizer)
+        taken = self._attach(optimizer)
         with self._together("saved"):
             state = self._state(optimizer, taken)
         return {"state": state, "param_groups": groups}
@@ -168,12 +168,12 @@ class OptimizerCheckpoint:
         """See `FastDDP.load_optimizer_state_dict`. Collective."""
         optimizer = _innermost(optimizer)
         if _is_whole(state):
-            self._take_over(optimizer)
+            self._attach(optimizer)
             optimizer.load_state_dict(dict(state))
             return
         with self._together("loaded"):
             groups = _matched(self._groups(optimizer), state)
-        taken = self._take_over(optimizer)
+        taken = self._attach(optimizer)
         held, empty = self._held(optimizer, taken), self._is_unread(state["state"])
         with self._together("loaded"):
             if empty:
@@ -198,7 +198,7 @@ class OptimizerCheckpoint:
             if taken.cut.doubled:
                 share_again(taken, optimizer, self._engine.group)
 
-    def _take_over(self, optimizer: Optimizer) -> ShardedOptimizer | None:
+    def _attach(self, optimizer: Optimizer) -> ShardedOptimizer | None:
         """Shard the state, and return its owner; None where every rank keeps
         the whole. Collective.
         """
@@ -206,7 +206,7 @@ class OptimizerCheckpoint:
         params = (param for group in optimizer.param_groups for param in group["params"])
         if sharded is None or not any(id(param) in sharded.index_of for param in params):
             return None
-        return sharded.take_over(optimizer)
+        return sharded.attach(optimizer)
 
     def _together(self, done: str) -> AbstractContextManager[object]:
         failure = f"the optimizer's state cannot be {done} on every rank;"

@@ -442,9 +442,9 @@ class StateSlice(WrapperTensor):
             sizes = space.full_like(index, torch.empty(0, dtype=like.dtype, device="meta"))
         else:
             sizes = torch.empty(shape, dtype=like.dtype, device="meta")
-        face = cls.without_memory(sizes, like)
-        face._slices, face._param, face._name, face._parts = slices, param, name, parts
-        return face
+        proxy = cls.without_memory(sizes, like)
+        proxy._slices, proxy._param, proxy._name, proxy._parts = slices, param, name, parts
+        return proxy
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -463,17 +463,17 @@ class StateSlice(WrapperTensor):
             )
         wholes: dict[int, torch.Tensor] = {}
 
-        def whole(face: StateSlice) -> torch.Tensor:
-            if id(face) not in wholes:
-                wholes[id(face)] = face.collect()
-            return wholes[id(face)]
+        def whole(proxy: StateSlice) -> torch.Tensor:
+            if id(proxy) not in wholes:
+                wholes[id(proxy)] = proxy.collect()
+            return wholes[id(proxy)]
 
         full = map_tensors(cls, whole, (args, kwargs))
         result = func(*full[0], **full[1])
-        for face in written_arguments(func, args, kwargs):
-            if isinstance(face, StateSlice):
-                face.write(wholes[id(face)])
-                result = face if result is wholes[id(face)] else result
+        for proxy in written_arguments(func, args, kwargs):
+            if isinstance(proxy, StateSlice):
+                proxy.write(wholes[id(proxy)])
+                result = proxy if result is wholes[id(proxy)] else result
         return result
 
     def same(self) -> StateSlice:
@@ -513,7 +513,7 @@ class StateSlice(WrapperTensor):
 
     def writing(self) -> AbstractContextManager[None]:
         """Enter once other ranks do not need the elements as they are. Every rank does."""
-        # Of a number only ranks with several parts have a face.
+        # Of a number only ranks with several parts have a proxy.
         everywhere = self.dim() or not self._param.dim()
         return self._slices.writing() if everywhere else nullcontext()
 
@@ -561,8 +561,8 @@ _on = StateSlice.handles
 
 
 @_on("detach.default", "alias.default")
-def _detach(func: Any, face: StateSlice) -> StateSlice:
-    return face.same()
+def _detach(func: Any, proxy: StateSlice) -> StateSlice:
+    return proxy.same()
 
 
 @_on(
@@ -571,13 +571,13 @@ def _detach(func: Any, face: StateSlice) -> StateSlice:
     *("clamp_.default", "clamp_min_.default", "clamp_max_.default", "nan_to_num_.default"),
     *("sqrt_.default", "pow_.Scalar"),
 )
-def _elementwise(func: Any, face: Any, *others: Any, **named: Any) -> Any:
-    if not isinstance(face, StateSlice) or not all(map(_is_number, others)):
+def _elementwise(func: Any, proxy: Any, *others: Any, **named: Any) -> Any:
+    if not isinstance(proxy, StateSlice) or not all(map(_is_number, others)):
         return NotImplemented
-    with face.writing():
-        for _, part in face._parts:
+    with proxy.writing():
+        for _, part in proxy._parts:
             func(part, *others, **named)
-    return face
+    return proxy
 
 
 @_on(
@@ -589,24 +589,24 @@ def _elementwise(func: Any, face: Any, *others: Any, **named: Any) -> Any:
     *("_foreach_zero_.default", "_foreach_neg_.default", "_foreach_abs_.default"),
     *("_foreach_clamp_min_.Scalar", "_foreach_clamp_max_.Scalar"),
 )
-def _elementwise_all(func: Any, faces: Sequence[Any], *others: Any, **named: Any) -> Any:
-    spread = [face for face in faces if isinstance(face, StateSlice)]
-    if len(spread) < len(faces) or not all(map(_is_number, others)):
+def _elementwise_all(func: Any, proxies: Sequence[Any], *others: Any, **named: Any) -> Any:
+    spread = [proxy for proxy in proxies if isinstance(proxy, StateSlice)]
+    if len(spread) < len(proxies) or not all(map(_is_number, others)):
         return NotImplemented
     with ExitStack() as stack:
-        for face in spread:
-            stack.enter_context(face.writing())
-        if parts := [part for face in spread for _, part in face._parts]:
+        for proxy in spread:
+            stack.enter_context(proxy.writing())
+        if parts := [part for proxy in spread for _, part in proxy._parts]:
             func(parts, *others, **named)
     return None
 
 
 @_on("copy_.default")
-def _copy(func: Any, face: Any, source: torch.Tensor, non_blocking: bool = False) -> Any:
-    if not isinstance(face, StateSlice) or isinstance(source, StateSlice):
+def _copy(func: Any, proxy: Any, source: torch.Tensor, non_blocking: bool = False) -> Any:
+    if not isinstance(proxy, StateSlice) or isinstance(source, StateSlice):
         return NotImplemented
-    face.write(source.expand(face.shape))
-    return face
+    proxy.write(source.expand(proxy.shape))
+    return proxy
 
 
 def _is_number(value: object) -> bool:

@@ -2,7 +2,7 @@
 
 Stage 1 of ZeRO (Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter
 models", 2020). Gradients are averaged as without it, and outside of `optimizer.step()` nothing
-differs: parameters, gradients and parameter groups are those that the script made. A stand-in
+differs: parameters, gradients and parameter groups are those that the script made. A proxy
 optimizer makes the step on this rank's pieces of the parameters; then the ranks exchange what they
 updated.
 
@@ -35,13 +35,13 @@ from fastsync.config.arguments import Zero
 from fastsync.reducer.buckets import travels_coded
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.gradient_shards import ShardedUnit
-from fastsync.reducer.monitor import gather_watched, meeting_place
+from fastsync.reducer.monitor import gather_watched, make_rendezvous
 from fastsync.reducer.optimizer_hooks import (
     Arguments,
     StepWatcher,
+    optimizer_proxy,
     params_of,
     plain_step,
-    stand_in_for,
     watch_steps,
     with_loss,
 )
@@ -87,9 +87,9 @@ class ShardedOptimizers(StepWatcher):
         self.engine, self.unit, self._policy = engine, policy.shard_by, policy
         self.index_of = {id(p.tensor): i for i, p in enumerate(engine.params)}
         timeout = Env.read().agree_timeout
-        self.place = meeting_place(engine.group, "sharded optimizer", timeout)
+        self.place = make_rendezvous(engine.group, "sharded optimizer", timeout)
         self.others = Others(engine.group, self.place.name)
-        meeting = meeting_place(engine.group, "gradients", timeout)
+        meeting = make_rendezvous(engine.group, "gradients", timeout)
         words, device = engine.shares.make_words(timeout), engine.params[0].tensor.device
         self.exchange = Exchange(engine.group, meeting, words, device)
         self.sharers = ShardGroup(self.exchange)
@@ -175,15 +175,15 @@ class ShardedOptimizers(StepWatcher):
                 "zero=0"
             )
         arguments = with_loss(args)
-        return self.take_over(optimizer).arguments(optimizer, arguments)
+        return self.attach(optimizer).arguments(optimizer, arguments)
 
-    def take_over(self, optimizer: Optimizer) -> ShardedOptimizer:
+    def attach(self, optimizer: Optimizer) -> ShardedOptimizer:
         """Spread its state over the ranks, unless that has been done. Collective."""
         sharded = self._sharded.get(optimizer)
         if sharded is None or not sharded.fits(optimizer):
             self.make_gradients_whole()
             if sharded is not None:
-                sharded.give_back(optimizer)
+                sharded.detach(optimizer)
             sharded = self._sharded[optimizer] = ShardedOptimizer(self, optimizer)
             self._share_gradients(sharded.spaces)
         return sharded
@@ -252,7 +252,7 @@ class ShardedOptimizers(StepWatcher):
         the engine has now.
         """
         timeout, former = Env.read().agree_timeout, self.others.group.group_name
-        self.place = meeting_place(self.engine.group, "sharded optimizer", timeout)
+        self.place = make_rendezvous(self.engine.group, "sharded optimizer", timeout)
         self.others = Others(self.engine.group, self.place.name, former)
         for _, sharded in self.known():
             sharded.serve()
@@ -324,7 +324,7 @@ class ShardedOptimizer:
         self.number, self.steps = owner.taken, 0
         self._unit = unit_for(optimizer, owner.unit)
         self._full = [list(group["params"]) for group in optimizer.param_groups]
-        self._stand_in: Optimizer | None = None
+        self._proxy: Optimizer | None = None
         params = [p for group in self._full for p in group if owner.shares_steps(p)]
         kinds = owner.kinds_of(params, self._unit == "tensor")
         self.shares, self._let_go = Shares(optimizer), False
@@ -414,7 +414,7 @@ class ShardedOptimizer:
         )
 
     def arguments(self, optimizer: Optimizer, args: Arguments) -> Arguments:
-        """Return the arguments for `step`: a stand-in, whose groups hold the pieces.
+        """Return the arguments for `step`: a proxy, whose groups hold the pieces.
 
         It has the optimizer's class, settings and state. The optimizer itself stays as it is, even
         where the step raises. What is not the model's stays in the groups. See [Note: steps one
@@ -429,10 +429,10 @@ class ShardedOptimizer:
             ahead, last = [], self.spaces
         tensors = {id(t) for space in last for t in space.owned.values()}
         tensors |= {id(p) for p in params_of(optimizer) if id(p) not in self._pieces}
-        self._stand_in = self._stand_in_for(optimizer, tensors)
+        self._proxy = self._optimizer_proxy(optimizer, tensors)
         if not ahead:
             self._begin(last)
-            return (self._stand_in, *args[1:])
+            return (self._proxy, *args[1:])
         given = args[1] if len(args) > 1 else None
 
         def closure() -> Any:
@@ -441,19 +441,19 @@ class ShardedOptimizer:
             self._begin(last)
             return given() if given is not None else None
 
-        return (self._stand_in, closure, *args[2:])
+        return (self._proxy, closure, *args[2:])
 
-    def _stand_in_for(self, optimizer: Optimizer, tensors: set[int]) -> Optimizer:
-        """Return a stand-in that steps on those of the pieces, and of what is not the model's, in
+    def _optimizer_proxy(self, optimizer: Optimizer, tensors: set[int]) -> Optimizer:
+        """Return a proxy that steps on those of the pieces, and of what is not the model's, in
         `tensors`.
         """
         groups = []
         for group in optimizer.param_groups:
             pieces = (t for param in group["params"] for t in self._pieces.get(id(param), [param]))
             groups.append({**group, "params": [t for t in pieces if id(t) in tensors]})
-        stand_in = stand_in_for(optimizer, groups)
-        stand_in.state = self._view.held  # type: ignore[assignment]
-        return stand_in
+        proxy = optimizer_proxy(optimizer, groups)
+        proxy.state = self._view.held  # type: ignore[assignment]
+        return proxy
 
     def _begin(self, spaces: Sequence[FlatBuffer]) -> None:
         for space in spaces:
@@ -473,19 +473,19 @@ class ShardedOptimizer:
         self._begin(spaces)
         tensors = {id(t) for space in spaces for t in space.owned.values()}
         with torch.no_grad():
-            plain_step(self._stand_in_for(optimizer, tensors))
+            plain_step(self._optimizer_proxy(optimizer, tensors))
         self._end(spaces)
 
     def end_step(self, optimizer: Optimizer) -> None:
         """Hand over what the step has set, and exchange what it has updated. Collective."""
-        stand_in, self._stand_in = self._stand_in, None
-        if stand_in is None:
+        proxy, self._proxy = self._proxy, None
+        if proxy is None:
             return
-        for group, changed in zip(optimizer.param_groups, stand_in.param_groups, strict=True):
+        for group, changed in zip(optimizer.param_groups, proxy.param_groups, strict=True):
             group.update({name: value for name, value in changed.items() if name != "params"})
-        self._view.held = stand_in.state
+        self._view.held = proxy.state
         kept = {"param_groups": optimizer.param_groups, "state": self._view}
-        optimizer.__dict__.update({**stand_in.__dict__, **kept})
+        optimizer.__dict__.update({**proxy.__dict__, **kept})
         self.mark_used()
         self._end(self.spaces[-1:] if steps_by_parameter(optimizer) else self.spaces)
         self.steps += 1
@@ -514,7 +514,7 @@ class ShardedOptimizer:
                 self.shares.stepped.add(tensor)
         return {name: value for name, value in state.items() if name != MASTER}
 
-    def give_back(self, optimizer: Optimizer) -> None:
+    def detach(self, optimizer: Optimizer) -> None:
         """Restore the whole state, as if the optimizer had not been taken over. Collective."""
         self._owner.delivery.until_all(lambda: self._collect_state(optimizer))
         self.take_state(optimizer)

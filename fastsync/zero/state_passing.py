@@ -99,11 +99,11 @@ class Passing:
             raise ValueError(f"what the others gave does not fit: {error}") from error
         if self._sharded is not None:
             for each in given["taken"]:
-                self._take_over(self._sharded, each)
+                self._attach(self._sharded, each)
             self._sharded.taken = given["count"]
 
-    def _take_over(self, owner: ShardedOptimizers, told: _Taken) -> None:
-        sharded = owner.take_over(self._optimizers[told.place])
+    def _attach(self, owner: ShardedOptimizers, told: _Taken) -> None:
+        sharded = owner.attach(self._optimizers[told.place])
         if self._spaces(sharded, owner) != told.spaces:
             raise ValueError(
                 "what the others gave does not fit: their optimizers have other parameters, or in "

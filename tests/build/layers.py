@@ -166,7 +166,7 @@ CPP_LAYERS = [
     ],
     ["transport/region_codes", "transport/plain_regions"],
     ["transport/coded_regions", "transport/node_regions"],
-    ["transport/hooked", "transport/scattered", "transport/sparse", "transport/chained"],
+    ["transport/hooked", "transport/scattered", "transport/sparse", "transport/pipelined"],
     ["transport/choose"],
     ["fault/fault_events", "fault/step_timing_board"],
     ["fault/expected_collective", "fault/watched_codec"],

@@ -255,9 +255,9 @@ class Training:
                 group = self.make_group(number, ranks)
                 givers = sorted(set(before) & set(ranks))
                 # Each has what one of those that train has, whose buffers are its own.
-                for place, newcomer in enumerate(sorted(set(ranks) - set(before))):
+                for place, joining_rank in enumerate(sorted(set(ranks) - set(before))):
                     giver = ranks.index(givers[place % len(givers)])
-                    self.take_over(group, giver, self.rank == newcomer)
+                    self.attach(group, giver, self.rank == joining_rank)
                 self.model.process_group = group
                 # Who has joined makes no plan of its own after its first step.
                 self.model._engine.use_group(group, agreed=not self.job.began)
@@ -272,7 +272,7 @@ class Training:
         name, limit = f"change-{number}", timedelta(seconds=60)
         return make_group(store, ranks.index(self.rank), ranks, name, limit)
 
-    def take_over(self, group, giver, lacks):
+    def attach(self, group, giver, lacks):
         engine = self.model._engine
         order = [engine.params[i].name for i in engine.next_order()]
         held = [engine.wire, engine.core.steps(), order, self.net.state_dict()]

@@ -88,12 +88,12 @@ def test_the_copies_of_each_share_are_complete_after_a_return(again, case):
 
 
 ODD = {
-    "newcomer-sharing": (3, [(1, 2, "between")], {"sharing": [(1, 1, "sharing")]}),
-    "newcomer-shared-gloo": (3, [(0, 2, "between")], {**GLOO, "sharing": [(0, 1, "shared")]}),
+    "joining_rank-sharing": (3, [(1, 2, "between")], {"sharing": [(1, 1, "sharing")]}),
+    "joining_rank-shared-gloo": (3, [(0, 2, "between")], {**GLOO, "sharing": [(0, 1, "shared")]}),
     "other-sharing": (4, [(1, 2, "between")], {"sharing": [(3, 0, "sharing")]}),
     "giver-sharing-gloo": (3, [(1, 2, "between")], {**GLOO, "sharing": [(0, 0, "sharing")]}),
     "other-shared": (4, [(2, 2, "between")], {"sharing": [(1, 0, "shared")]}),
-    "newcomer-taking": (3, [(1, 2, "between")], {"odd": {"1": "dies taking"}}),
+    "joining_rank-taking": (3, [(1, 2, "between")], {"odd": {"1": "dies taking"}}),
     "giver-giving": (3, [(1, 2, "between")], {"giver_dies": True}),
 }
 

@@ -8,14 +8,14 @@ import pytest
 from torch.distributed import HashStore
 
 from fastsync.faults.join_gate import ENDED, JoinGate, Waiting
-from fastsync.faults.survivors import Decision, Standing, Survivors, decide
+from fastsync.faults.survivors import Decision, RankState, Survivors, decide
 from fastsync.faults.sync_fault import SyncFault
 
 LACKS, HAS = False, True
 
 
 @pytest.mark.parametrize(
-    ("standings", "steps", "takes"),
+    ("states", "steps", "takes"),
     [
         ({0: (7, LACKS), 2: (7, LACKS)}, 7, False),
         # No rank can have finished step 8, rank 2 included: rank 0 has not voted.
@@ -27,16 +27,16 @@ LACKS, HAS = False, True
         ({1: (0, LACKS)}, 0, False),
     ],
 )
-def test_decisions(standings, steps, takes):
-    told = {rank: Standing(*standing) for rank, standing in standings.items()}
-    assert decide(told) == Decision(tuple(standings), steps, takes)
+def test_decisions(states, steps, takes):
+    told = {rank: RankState(*standing) for rank, standing in states.items()}
+    assert decide(told) == Decision(tuple(states), steps, takes)
 
 
 @pytest.mark.parametrize("ahead", [(8, LACKS), (9, LACKS)])
 def test_who_is_ahead_of_ranks_that_lack_averages_does_not_agree(ahead):
     behind = (7, LACKS) if ahead[0] == 8 else (7, HAS)
     with pytest.raises(SyncFault, match=rf"ranks \[1\] have finished step {ahead[0]}"):
-        decide({0: Standing(*behind), 1: Standing(*ahead)})
+        decide({0: RankState(*behind), 1: RankState(*ahead)})
 
 
 def test_all_get_one_decision_and_the_dead_are_not_waited_for():
@@ -44,7 +44,7 @@ def test_all_get_one_decision_and_the_dead_are_not_waited_for():
     places = {rank: Survivors(store, "here", rank) for rank in (1, 2, 4)}
 
     def meet(rank):
-        standing = Standing(5, rank != 4)
+        standing = RankState(5, rank != 4)
         return places[rank].meet(1, range(5), standing, lambda: dead, timeout=20)
 
     with ThreadPoolExecutor(3) as pool:
@@ -58,7 +58,7 @@ def test_a_death_while_others_wait_passes_the_decision_on():
     place = Survivors(store, "here", 1)
     timer = threading.Timer(0.1, dead.add, [0])
     timer.start()
-    decision = place.meet(1, range(2), Standing(3, LACKS), lambda: dead, timeout=20)
+    decision = place.meet(1, range(2), RankState(3, LACKS), lambda: dead, timeout=20)
     timer.join()
     assert decision == Decision((1,), 3, False)
 
@@ -66,7 +66,7 @@ def test_a_death_while_others_wait_passes_the_decision_on():
 def test_who_does_not_come_is_named():
     place = Survivors(HashStore(), "here", 0)
     with pytest.raises(SyncFault, match=r"rank 0 waited for ranks \[1\]"):
-        place.meet(1, range(2), Standing(3, LACKS), set, timeout=0.05)
+        place.meet(1, range(2), RankState(3, LACKS), set, timeout=0.05)
 
 
 def test_what_was_decided_first_holds():
@@ -75,8 +75,8 @@ def test_what_was_decided_first_holds():
     """
     store = HashStore()
     first, late = Survivors(store, "here", 0), Survivors(store, "here", 1)
-    decided = first.meet(1, range(2), Standing(3, LACKS), lambda: {1}, timeout=20)
-    assert late.meet(1, range(2), Standing(3, LACKS), set, timeout=20) == decided
+    decided = first.meet(1, range(2), RankState(3, LACKS), lambda: {1}, timeout=20)
+    assert late.meet(1, range(2), RankState(3, LACKS), set, timeout=20) == decided
     assert decided.ranks == (0,)
 
 
@@ -86,15 +86,15 @@ def test_who_decides_later_than_another_goes_by_that():
     first, late = Survivors(store, "here", 0), Survivors(store, "here", 1)
 
     def dies_meanwhile():
-        first.meet(1, range(2), Standing(3, LACKS), lambda: {1}, timeout=20)
+        first.meet(1, range(2), RankState(3, LACKS), lambda: {1}, timeout=20)
         return {0}
 
-    assert late.meet(1, range(2), Standing(3, LACKS), dies_meanwhile, timeout=20).ranks == (0,)
+    assert late.meet(1, range(2), RankState(3, LACKS), dies_meanwhile, timeout=20).ranks == (0,)
 
 
 @pytest.mark.parametrize("between", [True, False])
 def test_ranks_that_come_back_wait_until_all_are_between_two_steps(between):
-    told = {0: Standing(7, LACKS, True), 2: Standing(7, LACKS, between)}
+    told = {0: RankState(7, LACKS, True), 2: RankState(7, LACKS, between)}
     ranks, back = ((0, 1, 2), ((1, 4),)) if between else ((0, 2), ())
     decision = decide(told, {1: 4, 2: 3})
     assert decision == Decision(ranks, 7, False, back)

@@ -18,10 +18,10 @@ from tests.helpers.teams import run_ranks
 SLEEPER, ERROR, SOON = 1, "timed out after 3 s", timedelta(seconds=30)
 
 
-def blamed(visit):
+def blamed(scope):
     with pytest.raises(SyncFault) as caught:
-        visit.explain(ERROR)
-    visit.end(False)
+        scope.explain(ERROR)
+    scope.end(False)
     return caught.value.ranks
 
 
@@ -33,18 +33,18 @@ def gives_up_in_turn(rank, world):
     if rank == SLEEPER:
         store.wait(["second"], SOON)
         return None
-    visit = monitor._visit(group, "the first place")
+    scope = monitor._wait_scope(group, "the first place")
     if rank == 0:
         store.wait(["through"], SOON)
-        ranks = blamed(visit)
+        ranks = blamed(scope)
         store.set("first", "")
         store.wait(["second"], SOON)
         return ranks
-    visit.end(True)
-    visit = monitor._visit(group, "the second place")
+    scope.end(True)
+    scope = monitor._wait_scope(group, "the second place")
     store.set("through", "")
     store.wait(["first"], SOON)
-    ranks = blamed(visit)
+    ranks = blamed(scope)
     store.set("second", "")
     del model
     return ranks
@@ -63,17 +63,17 @@ def warns_of(rank, world):
     if rank == SLEEPER:
         store.wait(["warned"], SOON)
         return None
-    visit = monitor.watch_of(group).visit("together", "a place", [SLEEPER])
+    scope = monitor.watch_of(group).scope("together", "a place", [SLEEPER])
     with tempfile.TemporaryFile() as printed:
         stderr = os.dup(2)
         os.dup2(printed.fileno(), 2)
         while os.fstat(printed.fileno()).st_size == 0:
-            visit.look()
+            scope.look()
             time.sleep(0.05)
         os.dup2(stderr, 2)
         printed.seek(0)
         text = printed.read().decode()
-    visit.end(False)
+    scope.end(False)
     store.set("warned", "")
     del model
     return text

@@ -25,7 +25,7 @@ TIMEOUT = timedelta(seconds=3)
 def end_in_turn(rank, world):
     """One rank ends, two more at its error, and the last one notices after that."""
     store = group_store(dist.group.WORLD)
-    visit = Arrivals(store, ("turns", rank, world), 10.0, core.process_has_ended, False)
+    scope = Arrivals(store, ("turns", rank, world), 10.0, core.process_has_ended, False)
     store.add("came", 1)
     while store.add("came", 0) < world:
         time.sleep(0.01)
@@ -36,7 +36,7 @@ def end_in_turn(rank, world):
         store.wait(others, timedelta(seconds=30))
         time.sleep(0.5)  # until they have ended
     with pytest.raises(SyncFault) as caught:
-        visit.explain("Connection closed by peer")
+        scope.explain("Connection closed by peer")
     store.set(f"gone {rank}", "")
     os._exit(NAMED if caught.value.ranks == [FIRST] else 1)
 

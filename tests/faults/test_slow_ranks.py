@@ -10,7 +10,7 @@ from torch import nn
 
 from fastsync import FastDDP
 from fastsync.config.arguments import grouped
-from fastsync.reducer.step_timing import ACTIVITIES, PaceWarning, during, pace_of
+from fastsync.reducer.step_timing import ACTIVITIES, SlowRankWarning, during, step_timing_of
 from tests.helpers.teams import run_ranks
 
 MS = 1_000_000
@@ -34,17 +34,20 @@ def records(*waits, step=100, slow="forward"):
 
 def judged(*waits, ranks=None, **more):
     made = records(*waits, **more)[:9]
-    return pace_of(50, made, ranks or len(waits))
+    return step_timing_of(50, made, ranks or len(waits))
 
 
 @pytest.mark.parametrize("activity", ACTIVITIES)
 def test_the_rank_that_waits_least_is_named_with_what_it_does(activity):
-    pace = judged(42, 40, 5, slow=activity)
-    assert pace.slow.ranks == (2,)
-    assert pace.slow.slow == activity
-    assert pace.slow.cost == pytest.approx(0.035) == pace.slow.excess[activity]
-    assert pace.slow.share == pytest.approx(0.35)
-    assert (pace.step_time, pace.network_time) == (pytest.approx(0.1), pytest.approx(0.005))
+    step_timing = judged(42, 40, 5, slow=activity)
+    assert step_timing.slow.ranks == (2,)
+    assert step_timing.slow.slow == activity
+    assert step_timing.slow.cost == pytest.approx(0.035) == step_timing.slow.excess[activity]
+    assert step_timing.slow.share == pytest.approx(0.35)
+    assert (step_timing.step_time, step_timing.network_time) == (
+        pytest.approx(0.1),
+        pytest.approx(0.005),
+    )
 
 
 @pytest.mark.parametrize("waits", [(0, 0, 0), (60, 60, 60), (60, 61, 63), (0, 4, 4), (0, 0, 40)])
@@ -53,10 +56,10 @@ def test_nobody_is_named_where_all_wait_alike_or_most_wait_for_one_another(waits
 
 
 def test_ranks_that_are_slow_alike_are_named_together():
-    pace = judged(50, 1, 52, 0, 51, 55)
-    assert pace.slow.ranks == (1, 3)
-    assert pace.slow.cost == pytest.approx(0.049)
-    assert "they take 49.5 ms longer in forward" in str(pace.slow)
+    step_timing = judged(50, 1, 52, 0, 51, 55)
+    assert step_timing.slow.ranks == (1, 3)
+    assert step_timing.slow.cost == pytest.approx(0.049)
+    assert "they take 49.5 ms longer in forward" in str(step_timing.slow)
 
 
 def test_of_many_ranks_the_first_are_enough():
@@ -69,17 +72,17 @@ def test_one_of_two_ranks():
     assert judged(0, 30).slow.ranks == (0,)
 
 
-def warned(caplog, paces, share=0.1):
-    warning = PaceWarning(share)
+def warned(caplog, timings, share=0.1):
+    warning = SlowRankWarning(share)
     with caplog.at_level(logging.WARNING, logger="fastsync"):
-        for pace in paces:
-            warning.look_at(pace)
+        for step_timing in timings:
+            warning.look_at(step_timing)
     return [record.getMessage() for record in caplog.records]
 
 
 def test_warnings_come_more_and_more_rarely(caplog):
     made = records(40, 40, 5)
-    texts = warned(caplog, [None, *(pace_of(50 * n, made, 3) for n in range(1, 41))])
+    texts = warned(caplog, [None, *(step_timing_of(50 * n, made, 3) for n in range(1, 41))])
     windows = [f"steps {50 * n - 49} to {50 * n}" for n in (1, 2, 5, 14)]
     assert len(texts) == 4
     assert all(window in text for window, text in zip(windows, texts, strict=True))
@@ -96,7 +99,7 @@ def test_no_warning_below_the_share_that_is_asked_for(caplog):
 
 
 def test_no_warning_of_less_than_some_milliseconds(caplog):
-    """They may be any share of a short step; the pace itself shows them."""
+    """They may be any share of a short step; the timing itself shows them."""
     short = judged(4, 4, 0, step=10)
     assert short.slow.ranks == (2,) and short.slow.share == pytest.approx(0.4)
     assert not warned(caplog, [short])

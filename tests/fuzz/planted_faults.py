@@ -447,7 +447,7 @@ FAULTS = [
     Fault(
         "steps-with-nan",
         "fastsync/ddp/nonfinite.py",
-        "return (stand_in_for(optimizer, groups), *args[1:])",
+        "return (optimizer_proxy(optimizer, groups), *args[1:])",
         "return args",
         "tests/faults/test_nonfinite.py::test_a_bad_step_is_left_out_on_every_rank[static]",
     ),
@@ -491,16 +491,16 @@ FAULTS = [
     Fault(
         "survivors-follow-the-one-ahead",
         "fastsync/faults/survivors.py",
-        "steps = min(at.steps for at in standings.values())",
-        "steps = max(at.steps for at in standings.values())",
-        "tests/elastic/test_survivors.py::test_decisions[standings3-8-True]",
+        "steps = min(at.steps for at in states.values())",
+        "steps = max(at.steps for at in states.values())",
+        "tests/elastic/test_survivors.py::test_decisions[states3-8-True]",
     ),
     Fault(
         "averages-taken-that-some-lack",
         "fastsync/faults/survivors.py",
         "takes = all(at.complete",
         "takes = any(at.complete",
-        "tests/elastic/test_survivors.py::test_decisions[standings1-7-False]",
+        "tests/elastic/test_survivors.py::test_decisions[states1-7-False]",
     ),
     Fault(
         "wrong-step-number-in-a-served-state",
@@ -969,8 +969,8 @@ FAULTS = [
     Fault(
         "wrong-rank-named-in-a-fault",
         "csrc/fault/fault_events.cpp",
-        'const std::string rank = concat("rank ", news.about);',
-        'const std::string rank = concat("rank ", news.about + 1);',
+        'const std::string rank = concat("rank ", event.about);',
+        'const std::string rank = concat("rank ", event.about + 1);',
         "tests/faults/test_faults.py"
         "::test_a_death_is_named_on_every_other_rank[kill-backward-fp32-3]",
     ),

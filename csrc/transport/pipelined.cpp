@@ -1,4 +1,4 @@
-#include "chained.h"
+#include "pipelined.h"
 
 #include <ATen/core/grad_mode.h>
 
@@ -11,10 +11,11 @@
 namespace fastsync::engine {
 namespace {
 
-class Chained final : public Transport {
+class Pipelined final : public Transport {
  public:
-  Chained(std::unique_ptr<Coding> coding, Slots& slots, std::shared_ptr<comm::Chains> chains)
-      : coding_(std::move(coding)), slots_(slots), chains_(std::move(chains)) {}
+  Pipelined(std::unique_ptr<Coding> coding, Slots& slots,
+            std::shared_ptr<comm::Pipelines> pipelines)
+      : coding_(std::move(coding)), slots_(slots), pipelines_(std::move(pipelines)) {}
 
   void take(size_t index, const Packing& how) override {
     Slot& slot = slots_[index];
@@ -39,7 +40,7 @@ class Chained final : public Transport {
   }
 
   std::unique_ptr<comm::InFlight> launch() override {
-    return coding_->launch(*chains_, delivery());
+    return coding_->launch(*pipelines_, delivery());
   }
 
   void deliver(const std::vector<bool>& used) override {
@@ -60,7 +61,7 @@ class Chained final : public Transport {
     std::vector<ops::Item> nothing;
     for (const Slot& slot : slots_) nothing.push_back({at::Tensor(), &slot.layout, 0.0F});
     coding_->pack(nothing, std::vector<float>(slots_.size() + 1, 0.0F), {1.0, step});
-    return Shadow{coding_->launch(*chains_, {}), [this] { return vote(); }};
+    return Shadow{coding_->launch(*pipelines_, {}), [this] { return vote(); }};
   }
 
   bool has_flags() const override { return coding_->has_flags(); }
@@ -70,7 +71,7 @@ class Chained final : public Transport {
   }
 
   int64_t bytes() const override { return coding_->bytes(); }
-  int64_t sent_bytes() const override { return coding_->sent_bytes(*chains_); }
+  int64_t sent_bytes() const override { return coding_->sent_bytes(*pipelines_); }
   int64_t between_nodes_bytes() const override { return coding_->between_nodes_bytes(); }
   int64_t residual_bytes() const override {
     const size_t copied = before_.defined() ? before_.nbytes() : 0;
@@ -159,7 +160,7 @@ class Chained final : public Transport {
 
   std::unique_ptr<Coding> coding_;
   Slots& slots_;
-  std::shared_ptr<comm::Chains> chains_;
+  std::shared_ptr<comm::Pipelines> pipelines_;
   bool repeatable_ = false;             // of the running step
   at::Tensor before_;                   // the residual before it, or before an earlier one
   std::vector<at::Tensor> kept_;        // residuals of unused parameters, before the step
@@ -168,9 +169,9 @@ class Chained final : public Transport {
 
 }  // namespace
 
-std::unique_ptr<Transport> make_chained(std::unique_ptr<Coding> coding, Slots& slots,
-                                        std::shared_ptr<comm::Chains> chains) {
-  return std::make_unique<Chained>(std::move(coding), slots, std::move(chains));
+std::unique_ptr<Transport> make_pipelined(std::unique_ptr<Coding> coding, Slots& slots,
+                                          std::shared_ptr<comm::Pipelines> pipelines) {
+  return std::make_unique<Pipelined>(std::move(coding), slots, std::move(pipelines));
 }
 
 }  // namespace fastsync::engine

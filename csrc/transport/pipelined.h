@@ -1,4 +1,4 @@
-// Transport of buckets that travel as codes, through a chain of collectives.
+// Transport of buckets that travel as codes, through a pipeline of collectives.
 //
 // [Note: repeatable steps]
 // After a death the survivors may average a step again (reducer_elastic.cpp), each from its
@@ -9,7 +9,7 @@
 //     alone, not as they arrive.
 //   * Coding changes the residual: coding of gradients and, in the two-shot form, of sums. It is
 //     copied before the first coding. deliver() keeps the new residual; abandon() goes back to the
-//     copy. Abandoned chains may still sum, and keep the buffers that they write to.
+//     copy. Abandoned pipelines may still sum, and keep the buffers that they write to.
 #pragma once
 
 #include <memory>
@@ -21,7 +21,7 @@
 namespace fastsync::engine {
 
 // The slots must live longer than the transport.
-std::unique_ptr<Transport> make_chained(std::unique_ptr<Coding> coding, Slots& slots,
-                                        std::shared_ptr<comm::Chains> chains);
+std::unique_ptr<Transport> make_pipelined(std::unique_ptr<Coding> coding, Slots& slots,
+                                          std::shared_ptr<comm::Pipelines> pipelines);
 
 }  // namespace fastsync::engine
