@@ -209,12 +209,15 @@ def test_ranks_differ_in_their_micro_batches():
 
 
 def swapped(rank, world):
-    """Ranks reach the layers in opposite orders, each bucket being one parameter's."""
+    """Ranks reach the layers in opposite orders, each bucket being one parameter's.
+
+    A group's bucket is the last one, and the ranks that vote are those of one group.
+    """
     model = FastDDP(Two(), groups={"own.*": groups_of(rank)[1]}, bucket_cap_mb=1e-6)
     plans = []
     for step in range(30):
         model.zero_grad()
-        turned = (rank + (step > 5)) % 2 == 1
+        turned = (rank + (step > 5)) % 2 == 0
         model((1.0, 2.0), turned).backward()
         plans.append([bucket.params for bucket in model._engine.plan.buckets])
     return plans, grads_of(model.module), model.sync_stats()["plans"]
