@@ -51,7 +51,8 @@ class Job:
 
     @property
     def ends(self):
-        return self.returns
+        """Return how many processes are started again, so that those that join are not counted."""
+        return self.returns or -self.joins
 
     @property
     def made(self):
