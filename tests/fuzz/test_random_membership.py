@@ -42,7 +42,10 @@ def drawn(number):
     for rank in doomed:
         place = rng.choice(PLACES) if rng.random() < 0.7 else round(rng.uniform(0, 15), 1)
         deaths.append([rank, rng.randint(1, 12), place])
-    joins = rng.choice([0, 0, 1, 2])
+    joins, end = rng.choice([0, 0, 1, 2]), rng.choice([0, 0, rng.randint(1, 13)])
+    # A step may end with two averages, and members tell of no death between these.
+    if any(step == end or not isinstance(place, str) for _, step, place in deaths):
+        end = 0
     return {
         "world": world,
         "mode": drawn_mode(rng),
@@ -50,7 +53,7 @@ def drawn(number):
         "joins": joins,
         "joins_after": [round(rng.uniform(0, 1), 2) for _ in range(joins)],
         "returns": int(len(deaths) == 1 and not joins and deaths[0][2] == "forward"),
-        "end_at": rng.choice([0, 0, rng.randint(1, 13)]),
+        "end_at": end,
         "make": rng.choice(["sgd", "adamw"]),
     }
 

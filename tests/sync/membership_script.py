@@ -51,7 +51,8 @@ class Job:
 
     @property
     def ends(self):
-        return self.returns
+        """Return how many processes are started again, so that those that join are not counted."""
+        return self.returns or -self.joins
 
     @property
     def made(self):
@@ -116,6 +117,17 @@ class Training:
             self.break_average()
         self.seen = {"params": {}, "members": [], "outer": {}, "waits": {}}
 
+    def watch_members(self):
+        """Note ranks that change twice in one step, too."""
+        elastic = self.model._elastic
+        use = elastic._use
+
+        def used(*group):
+            use(*group)
+            self.note_members()
+
+        elastic._use = used
+
     def break_average(self):
         """Let an average fail here, as a connection may do where a rank has ended."""
         arrive, broken = Fragment.arrive, []
@@ -133,6 +145,7 @@ class Training:
     def run(self):
         step = self.model.catch_up(self.optimizer, self.schedule)
         self.seen["start"] = step
+        self.watch_members()
         self.note_members()
         while not self.is_over(step):
             step += 1
