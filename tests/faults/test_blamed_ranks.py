@@ -63,7 +63,7 @@ def warns_of(rank, world):
     if rank == SLEEPER:
         store.wait(["warned"], SOON)
         return None
-    scope = monitor.watch_of(group).scope("together", "a place", [SLEEPER])
+    scope = monitor.watch_of(group).wait_scope("together", "a place", [SLEEPER])
     with tempfile.TemporaryFile() as printed:
         stderr = os.dup(2)
         os.dup2(printed.fileno(), 2)

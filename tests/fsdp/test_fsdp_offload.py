@@ -247,37 +247,37 @@ class Lane:
         self.waits.append(other)
 
     def wait_event(self, event):
-        self.waits.append(event.lane)
+        self.waits.append(event.stream)
 
 
 class Event:
-    """Event that completes what comes before it in its lane once the host has waited."""
+    """Event that completes what comes before it in its stream once the host has waited."""
 
-    lane = None
+    stream = None
 
-    def record(self, lane):
-        self.lane, self.before = lane, len(lane.read)
+    def record(self, stream):
+        self.stream, self.before = stream, len(stream.read)
 
     def synchronize(self):
-        if self.lane is not None:
-            for to, values in self.lane.late:
+        if self.stream is not None:
+            for to, values in self.stream.late:
                 to.copy_(values)
-            self.lane.late = []
-            del self.lane.read[: self.before]
+            self.stream.late = []
+            del self.stream.read[: self.before]
 
 
 class Copies(TorchDispatchMode):
-    """Copies of a lane; `late`: they are NaN until a wait."""
+    """Copies of a stream; `late`: they are NaN until a wait."""
 
-    def __init__(self, lane, late):
+    def __init__(self, stream, late):
         super().__init__()
-        self.lane, self.late = lane, late
+        self.stream, self.late = stream, late
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.copy_.default:
-            self.lane.read.append(args[1])
+            self.stream.read.append(args[1])
             if self.late:
-                self.lane.late.append(args[:2])
+                self.stream.late.append(args[:2])
                 return args[0].fill_(torch.nan)
         return func(*args, **(kwargs or {}))
 
@@ -293,15 +293,15 @@ class Device:
     def current_stream(self, device):
         return self.main
 
-    def stream(self, lane):
-        return Copies(lane, late=lane is self.back)
+    def stream(self, stream):
+        return Copies(stream, late=stream is self.back)
 
 
 @contextmanager
 def late_device():
     device = Device()
-    lanes = cpu_offload._Lanes(torch.device("cpu"), device, device.out, device.back)
-    with mock.patch.object(cpu_offload, "_lanes_of", lambda _: lanes):
+    streams = cpu_offload._Streams(torch.device("cpu"), device, device.out, device.back)
+    with mock.patch.object(cpu_offload, "_streams_of", lambda _: streams):
         yield device
 
 
