@@ -278,7 +278,7 @@ MEASURING_MODULES = {
     "examples": [
         ["checkpoint", "data", "manual_parallel", "ring_allreduce", "shapes"],
         ["gpt", "training"],
-        ["demo", "limited_memory", "mpi", "padded"],
+        ["demo", "experts", "limited_memory", "mpi", "padded"],
     ],
     "examples.common": [
         ["ranks"],

@@ -24,6 +24,7 @@ TRAINING = ("--epochs", "1", "--samples", "64", "--batch", "8", "--accumulate", 
 EXAMPLES = {
     "custom_codec": (),
     "demo": ("--help",),
+    "experts": ("--steps", "3"),
     "limited_memory": ("--help",),
     "manual_parallel": ("--rounds", "2", "--steps", "1"),
     "mpi": ("--help",),
