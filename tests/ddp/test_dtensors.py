@@ -70,6 +70,7 @@ def train(rank, world, by_mesh, options):
     return {name: whole(param).detach() for name, param in net.named_parameters()}, kinds
 
 
+@pytest.mark.slow(but=("memory-group", "gloo-mesh"))
 @pytest.mark.parametrize("by_mesh", [False, True], ids=["group", "mesh"])
 @pytest.mark.parametrize(
     "options", [{}, {"wire": Wire(shared_memory=False)}], ids=["memory", "gloo"]
