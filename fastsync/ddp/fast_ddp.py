@@ -432,8 +432,8 @@ class FastDDP(Front):
         """Join as in DistributedDataParallel.
 
         Raises:
-            ValueError: with zero, nonfinite, replicas, on_skip, on_preemption or elastic: ranks
-                without inputs miss steps.
+            ValueError: the model has a feature that does not combine with it; see
+                fastsync/config/compatibility.py.
         """
         if enable:
             self._check_join()
@@ -493,8 +493,8 @@ class FastDDP(Front):
         hook may be replaced by another between two steps.
 
         Raises:
-            ValueError: `wire` or `mixed_precision` compresses gradients already, or nonfinite
-                asks to look at them.
+            ValueError: the model has a feature that does not combine with it; see
+                fastsync/config/compatibility.py.
         """
         self._check_comm_hook(hook)
         compatibility.check(Setup(self._policy, hook=True))

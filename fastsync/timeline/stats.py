@@ -38,9 +38,10 @@ class BucketTiming:
 class SyncStats(Mapping[str, Any]):
     """Counters and times of one rank. Also a mapping from the names of its fields to their values.
 
-    Counters start when the model is wrapped. Times are medians over the steps that are recorded,
-    the latest 50 at most, in seconds; without `timeline=` they are None, because nothing
-    records when a collective completes. `str()` gives a report, a line for each field.
+    Counters start when the model is wrapped. Times are in seconds. Those from `step_time` to
+    `scaling_efficiency` are medians over the steps that are recorded, the latest 50 at most;
+    without `timeline=` they are None, because nothing records when a collective completes. `str()`
+    gives a report, a line for each field.
 
     Attributes:
         steps: synchronised backwards.
@@ -57,7 +58,7 @@ class SyncStats(Mapping[str, Any]):
         gathers, reductions: those of units.
         gathered_bytes, reduced_bytes: what left this rank for them.
         units: bytes of each unit's whole parameters.
-        recorded_steps: how many steps the times below are medians of.
+        recorded_steps: how many steps those times are medians of.
         step_time: from the end of one synchronised backward to the end of the next, whatever lies
             in between.
         compute_time: forward and backward.
