@@ -82,7 +82,7 @@ cmake_sanitized() {
 threads_sanitized() {
   local PATH=$STATE/tools/bin:$PATH
   cmake -S . -B "$WORK/cmake-tsan" -G Ninja -DFASTSYNC_CUDA=OFF -DFASTSYNC_SANITIZE=thread
-  local tests="worker device_monitor channel mail peers"
+  local tests="worker device_monitor channel mailbox peers"
   # shellcheck disable=SC2086  # names without spaces
   cmake --build "$WORK/cmake-tsan" --target $(printf 'test_%s ' $tests)
   ctest --test-dir "$WORK/cmake-tsan" -R "^(${tests// /|})$" --output-on-failure

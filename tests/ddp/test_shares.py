@@ -150,7 +150,7 @@ CASES = {
 
 @pytest.mark.slow(but=("0", "ahead", "fully_shard"))
 @pytest.mark.parametrize("case", CASES)
-def test_every_sample_is_trained_once_and_gradients_are_those_of_one_process(case):
+def test_samples_are_trained_once_with_gradients_of_one_process(case):
     kind, ahead, micro, world = CASES[case]
     results = run_ranks(train, world, kind, ahead, micro)
     # Means that are added to in one step are rounded as often.
