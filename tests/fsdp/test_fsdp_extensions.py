@@ -218,7 +218,7 @@ def patched(rank, world, meta, dim):
 def test_an_extension_may_come_after_fully_shard(meta, dim):
     for apart, kinds, is_exact in run_ranks(patched, 2, meta, dim):
         assert apart <= 2e-6
-        assert kinds == [["DtypeShard"], *[["ExtensionShard", "DtypeShard"]] * 3]
+        assert kinds == [["DtypeShard"], *[["DtypeShard", "ExtensionShard"]] * 3]
         assert is_exact, "optimizers step on what was not rounded"
 
 
