@@ -112,8 +112,11 @@ class Outcome:
 
 
 def close(found, wanted):
-    """An all-reduce adds up in an order of its own; codes would differ by far more."""
-    return torch.allclose(torch.tensor(found), torch.tensor(wanted), rtol=1e-4, atol=1e-5)
+    """An all-reduce adds up in an order of its own, and training carries that on from step to step,
+    of which there are as many as it takes ranks to join. Codes would differ by far more.
+    """
+    found, wanted = torch.tensor(found), torch.tensor(wanted)
+    return (found - wanted).norm() <= 2e-5 * wanted.norm()
 
 
 class Replica:
