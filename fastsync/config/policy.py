@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 
 from fastsync.config.arguments import Zero, check_parameter_wire
 from fastsync.config.elastic_policy import ElasticPolicy
@@ -249,6 +250,11 @@ class SyncPolicy:
     elastic: ElasticPolicy | None = None
     sync: SyncMode | None = None
     groups: tuple[ParamGroup, ...] = ()
+
+    @property
+    def named_groups(self) -> list[tuple[dist.ProcessGroup, frozenset[str]]]:
+        """Return the process group of each of `groups`, and the names of what it averages."""
+        return [(group.process_group, group.names) for group in self.groups]
 
     @property
     def may_skip(self) -> bool:

@@ -272,21 +272,24 @@ class FastDDP(Front):
         built = super()._build_params_for_reducer()
         if self._meets:
             come_together(self.process_group, "the wrapping of the model")
-        self.parameters_to_ignore |= {name for _, names in self._apart() for name in names}
+        self._ignored = self.parameters_to_ignore
+        self.parameters_to_ignore = self._ignored.union(*(names for _, names in self._apart()))
         return built
 
     def _build_debug_param_to_name_mapping(
         self, parameters: Sequence[torch.Tensor]
     ) -> dict[int, str]:
         """Torch's constructor calls this after its broadcast."""
-        self.parameters_to_ignore -= {name for _, names in self._apart() for name in names}
+        self.parameters_to_ignore = self._ignored
+        del self._ignored
         return super()._build_debug_param_to_name_mapping(parameters)
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        groups = [(group.process_group, group.names) for group in self._policy.groups]
-        for group, its in by_group(tensors, self.module, groups, self.process_group):
+        for group, its in by_group(
+            tensors, self.module, self._policy.named_groups, self.process_group
+        ):
             if can_broadcast(its, group):
                 broadcast(its, group, authoritative_rank)
             else:
@@ -296,11 +299,11 @@ class FastDDP(Front):
         """Return what torch's front cannot broadcast: parts of the model, by the ranks that have
         the same.
         """
-        groups = [(group.process_group, group.names) for group in self._policy.groups]
+        groups = self._policy.named_groups
         if self._policy.zero.stage > 0:  # whose DTensors are shards
             return groups
         others = {name for name, param in self.module.named_parameters() if is_dtensor(param)}
-        others -= {name for _, names in groups for name in names}
+        others -= self.parameters_to_ignore.union(*(names for _, names in groups))
         return [*groups, (self.process_group, frozenset(others))] if others else groups
 
     def _sync_apart(self, buffers: bool) -> None:
@@ -694,10 +697,8 @@ class FastDDP(Front):
         """
         engine, recorder = self._engine, self._recorder
         sizes = [bucket.nbytes for bucket in engine.plan.buckets]
-        steps, step_timing = (
-            recorder.steps() if recorder is not None else [],
-            engine.step_timing.measured(),
-        )
+        steps = recorder.steps() if recorder is not None else []
+        step_timing = engine.step_timing.measured()
         stats = make_stats(engine.routes.counters(), sizes, steps, one_rank_step, step_timing)
         return stats if self._rounds is None else replace(stats, **self._rounds.counters())
 

@@ -105,6 +105,24 @@ def test_shards_are_replicated_within_the_process_group():
         assert torch.equal(bias, Net(seed=0).down.bias)
 
 
+def ignored(rank, world):
+    """Train a model of which the user ignores one DTensor, which is another one on each rank."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = cut(Net(), mesh["tp"])
+    with torch.no_grad():
+        net.up.weight.to_local().fill_(rank)
+    FastDDP._set_params_and_buffers_to_ignore_for_model(net, ["up.weight"])
+    model = FastDDP(net, process_group=mesh.get_group("dp"))
+    model(samples(0, rank // 2)).square().sum().backward()
+    return net.up.weight.to_local()[0, 0].item(), net.up.weight.grad.to_local()
+
+
+def test_an_ignored_one_stays_each_ranks_own():
+    (first, grad), _, (second, other), _ = run_ranks(ignored, 4)
+    assert (first, second) == (0, 2)
+    assert not torch.equal(grad, other)
+
+
 def used_by_one_replica(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     net = cut(Net(), mesh["tp"])

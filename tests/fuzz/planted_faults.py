@@ -150,8 +150,8 @@ FAULTS = [
     Fault(
         "group-replicated-over-all-ranks",
         "fastsync/ddp/fast_ddp.py",
-        "self.parameters_to_ignore |= {name for _, names in self._apart() for name in names}",
-        "self.parameters_to_ignore |= set()",
+        "self.parameters_to_ignore = self._ignored.union(*(names for _, names in self._apart()))",
+        "self.parameters_to_ignore = self._ignored.union()",
         f"{GROUPS}::test_a_group_replicates_from_its_first_rank",
     ),
     Fault(
