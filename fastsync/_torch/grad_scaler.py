@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.amp import GradScaler
@@ -14,36 +14,53 @@ from torch.optim import Optimizer
 __all__ = ["on_scaled_skips", "on_unscaled"]
 
 
-def on_scaled_skips(watcher: Callable[[Optimizer], None]) -> None:
+Skipped = Callable[[Optimizer], None]
+Unscaled = Callable[[Optimizer, torch.Tensor], None]
+Watcher = TypeVar("Watcher", bound=Callable[..., None])
+
+
+class _Watchers(Generic[Watcher]):
+    """Bound methods, as long as their objects live."""
+
+    def __init__(self) -> None:
+        self._known: list[weakref.WeakMethod[Watcher]] = []
+
+    def add(self, watcher: Watcher) -> None:
+        self._known = [known for known in self._known if known() is not None]
+        self._known.append(weakref.WeakMethod(watcher))
+
+    def __iter__(self) -> Iterator[Watcher]:
+        for known in self._known:
+            if (watcher := known()) is not None:
+                yield watcher
+
+
+def on_scaled_skips(watcher: Skipped) -> None:
     """Call a bound method whenever `GradScaler.step(optimizer)` makes no step, as long as its
     object lives.
     """
-    watchers = _watchers()
-    watchers[:] = [known for known in watchers if known() is not None]
-    watchers.append(weakref.WeakMethod(watcher))
+    _skip_watchers().add(watcher)
 
 
-def on_unscaled(watcher: Callable[[Optimizer, torch.Tensor], None]) -> None:
+def on_unscaled(watcher: Unscaled) -> None:
     """Call a bound method whenever a GradScaler has looked for infinity in an optimizer's
     gradients, with what it has found on each device, as long as its object lives.
     """
-    _on_unscaled().append(weakref.WeakMethod(watcher))
+    _unscale_watchers().add(watcher)
 
 
 @functools.cache
-def _on_unscaled() -> list[weakref.WeakMethod[Callable[[Optimizer, torch.Tensor], None]]]:
-    watchers: list[weakref.WeakMethod[Callable[[Optimizer, torch.Tensor], None]]] = []
+def _unscale_watchers() -> _Watchers[Unscaled]:
+    """Return the watchers of this process's scalers, which call them from the first call on."""
+    watchers = _Watchers[Unscaled]()
     plain: Any = GradScaler._unscale_grads_
 
     @functools.wraps(plain)
     def unscale(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         found = plain(self, optimizer, *args, **kwargs)
-        watchers[:] = [known for known in watchers if known() is not None]
         for watcher in watchers:
-            alive = watcher()
-            if alive is not None:
-                for flag in found.values():
-                    alive(optimizer, flag)
+            for flag in found.values():
+                watcher(optimizer, flag)
         return found
 
     GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign]
@@ -51,9 +68,9 @@ def _on_unscaled() -> list[weakref.WeakMethod[Callable[[Optimizer, torch.Tensor]
 
 
 @functools.cache
-def _watchers() -> list[weakref.WeakMethod[Callable[[Optimizer], None]]]:
+def _skip_watchers() -> _Watchers[Skipped]:
     """Return the watchers of this process's scalers, which call them from the first call on."""
-    watchers: list[weakref.WeakMethod[Callable[[Optimizer], None]]] = []
+    watchers = _Watchers[Skipped]()
     plain: Any = GradScaler.step
 
     @functools.wraps(plain)
@@ -68,9 +85,7 @@ def _watchers() -> list[weakref.WeakMethod[Callable[[Optimizer], None]]]:
             hook.remove()
         if not steps:
             for watcher in watchers:
-                alive = watcher()
-                if alive is not None:
-                    alive(optimizer)
+                watcher(optimizer)
         return result
 
     GradScaler.step = step  # type: ignore[method-assign]

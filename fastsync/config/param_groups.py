@@ -88,10 +88,12 @@ def find_groups(
         )
     found: list[ParamGroup] = []
     owner: dict[str, str] = {}
+    first = {id(tensor): name for name, tensor in _named(module)}
+    parameters = {name for name, _ in module.named_parameters()}
     for key, value in groups.items():
-        label, matched = _matched(key, module)
-        names = frozenset(matched) - frozenset(ignored)
-        if not names & {name for name, _ in module.named_parameters()}:
+        label, matched = _matched(key, module, first)
+        names = frozenset(matched).difference(ignored)
+        if names.isdisjoint(parameters):
             raise ValueError(
                 f"groups: {label} matches no parameter of the model; patterns are compared with "
                 "the names in named_parameters() of the model before it is wrapped"
@@ -142,9 +144,12 @@ def _param_group(
     return ParamGroup(label, group, ranks, len(all_ranks), divisor, is_mean, names)
 
 
-def _matched(key: object, module: nn.Module) -> tuple[str, Iterator[str]]:
-    """Return a key's label, and the first names of the parameters and buffers that it means."""
-    first = {id(tensor): name for name, tensor in _named(module)}
+def _matched(key: object, module: nn.Module, first: Mapping[int, str]) -> tuple[str, Iterator[str]]:
+    """Return a key's label, and the names of the parameters and buffers that it means.
+
+    Args:
+        first: the first name of each, by its id.
+    """
     if isinstance(key, str):
         pairs = _named(module, remove_duplicate=False)
         return repr(key), (first[id(tensor)] for name, tensor in pairs if fnmatchcase(name, key))

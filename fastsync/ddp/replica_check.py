@@ -194,7 +194,7 @@ class ReplicaGuard(StepWatcher):
         watched_call(group, _PLACE, send)
         if is_wrong:
             for mine, theirs in zip(states, told[0], strict=False):
-                _attach(mine, theirs)
+                _copy_state(mine, theirs)
 
     def _say(self, findings: Sequence[_Finding], step: int) -> None:
         """Report the repair on rank 0, and on the ranks that were repaired."""
@@ -224,7 +224,7 @@ def _on_host(state: dict[str, Any]) -> dict[str, Any]:
     return {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
 
 
-def _attach(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+def _copy_state(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Copy `theirs` into `mine`, in place where possible: the tensors may be in use elsewhere."""
     for name, value in theirs.items():
         own = mine.get(name)

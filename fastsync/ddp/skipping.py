@@ -165,8 +165,9 @@ class Skips(StepWatcher):
 
     def _gave(self) -> list[bool]:
         """Return whether this rank has given each gradient of the step that ends."""
-        sent = [i for bucket in self._engine.plan.buckets[: self._sent] for i in bucket.params]
-        return [index in set(sent) for index in range(len(self._engine.params))]
+        buckets = self._engine.plan.buckets[: self._sent]
+        sent = {index for bucket in buckets for index in bucket.params}
+        return [index in sent for index in range(len(self._engine.params))]
 
 
 def _weigh(skips: weakref.ref[Skips], contributors: Sequence[int]) -> None:

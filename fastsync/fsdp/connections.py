@@ -46,13 +46,13 @@ class Connections:
         """Return the log of what the units do, step by step."""
         return core.make_unit_log()
 
-    def attach(self, other: Connections) -> None:
+    def merge(self, other: Connections) -> None:
         """Take the links of a unit that was alone, and belongs to these from now on."""
         self.mark = min(self.mark, other.mark)
         if other.in_memory == self.in_memory:
             self._links = {**other._links, **self._links}
         self._post_forward_groups = {**other._post_forward_groups, **self._post_forward_groups}
-        self._own.attach(other._own)
+        self._own.merge(other._own)
 
     def connect(self, unit: Unit, units: Sequence[Unit]) -> None:
         """Prepare a unit to be gathered, and resharded to fewer ranks. Collective the first time.

@@ -125,12 +125,12 @@ class Context(StepWatcher, Generic[S]):
         """A script says whether the next backward is the last one."""
         self.last_backward, self._told_last = is_last, time.monotonic_ns()
 
-    def attach(self, other: Context[S]) -> None:
+    def merge(self, other: Context[S]) -> None:
         """Learn what another context has noted alone; its states belong to this one from now on."""
         self.most_in_flight = max(self.most_in_flight, other.most_in_flight)
         if other._told_last > self._told_last:
             self.last_backward, self._told_last = other.last_backward, other._told_last
-        self.connections.attach(other.connections)
+        self.connections.merge(other.connections)
         if other.weights is not None:
             raise RuntimeError("add_weight() was called on a module that is not the root")
         other.stop_watching()

@@ -226,7 +226,7 @@ class State:
                 "the outermost module of fully_shard()"
             )
         if context is not self.context:
-            context.attach(self.context)
+            context.merge(self.context)
         self.is_root, self.context = as_root, context
 
     def _name(self) -> None:

@@ -293,12 +293,8 @@ class Unit:
             for_backward: backward needs the parameters next, as they are now.
         """
         self.stale = False
-        post_forward_group = (
-            self.post_forward_group
-            if for_backward and self.switches.reshard_to is not None
-            else None
-        )
-        post_forward_group = post_forward_group if self.is_whole else None
+        keeps = for_backward and self.switches.reshard_to is not None and self.is_whole
+        post_forward_group = self.post_forward_group if keeps else None
         if self.is_whole:
             self.show_sharded()
             self.is_whole = self.concealed = False

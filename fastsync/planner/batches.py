@@ -101,7 +101,10 @@ def _searched(
     fits, fails, peaks, wanted = 0, 0, dict[int, float](), pair[0]
     while wanted:
         peaks[wanted] = peak(traces.expected(pair, wanted))
-        fits, fails = (wanted, fails) if peaks[wanted] <= limit else (fits, wanted)
+        if peaks[wanted] <= limit:
+            fits = wanted
+        else:
+            fails = wanted
         wanted = _next(peaks, limit, fits, fails)
     return fits
 

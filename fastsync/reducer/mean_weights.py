@@ -308,13 +308,13 @@ class MeanWeights:
         self._forget()
         self._fresh, self._skips = _Given(), True
 
-    def factors_after_skips(self, gave: Sequence[bool], givers: Sequence[int]) -> list[float]:
+    def factors_after_skips(self, gave: Sequence[bool], contributors: Sequence[int]) -> list[float]:
         """Return what turns the gradients of a step into means of the ranks that have not left it
         out. Collective, at the end of the step.
 
         Args:
             gave: whether this rank has given each gradient.
-            givers: how many ranks have.
+            contributors: how many ranks have.
 
         Raises:
             RankMismatchError: no weight is left, or the mean of the step before is incomplete.
@@ -326,9 +326,9 @@ class MeanWeights:
             work = dist.all_reduce(left, group=self.group, async_op=True)
             awaited(self.group, f"the weights that are left of step {self._step}", work)
         total, weights = float(self._total), left.tolist()
-        given = [weight for weight, count in zip(weights, givers, strict=True) if count > 0]
+        given = [weight for weight, count in zip(weights, contributors, strict=True) if count > 0]
         if total == 0:
-            return [self._world / max(count, 1) for count in givers]
+            return [self._world / max(count, 1) for count in contributors]
         if not all(given):
             raise _no_mean(self._step, "they are zero on all ranks that did not leave it out")
         self._new = given[0] if given and len(set(given)) == 1 else None

@@ -66,7 +66,7 @@ class OwnGroups:
         """
         weakref.finalize(user, _endings().begin, self._groups).atexit = False
 
-    def attach(self, other: OwnGroups) -> None:
+    def merge(self, other: OwnGroups) -> None:
         """Let the groups of another one end with these."""
         self._groups.extend(other._groups)
         other._groups.clear()

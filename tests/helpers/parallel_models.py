@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from examples.experts import Exchange
+
 WIDTH = 6
 # The ranks that hold different parts of one replica, and those that hold the same part.
 REPLICAS = ((0, 1), (2, 3))
@@ -43,24 +45,6 @@ def shares(step, count):
     return (count, count, 2, 0, 0, 1, 3)[step % 7]
 
 
-class _AllToAll(torch.autograd.Function):
-    """Exchange rows with the ranks of a group; backward sends gradients the other way."""
-
-    @staticmethod
-    def forward(ctx, rows, sent, received, group):
-        ctx.route = (sent, received, group)
-        out = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        sent, received, group = ctx.route
-        back = grad.new_empty(sum(sent), grad.shape[1])
-        dist.all_to_all_single(back, grad.contiguous(), sent, received, group=group)
-        return back, None, None, None
-
-
 class Experts(nn.Module):
     """Layers around two experts. Each rank of a replica has one, and sends the other one's rows.
 
@@ -85,10 +69,10 @@ class Experts(nn.Module):
             )
         sent = [cut, len(x) - cut]
         received = [sent[self.place]] * 2
-        rows = _AllToAll.apply(x, sent, received, self.replica)
+        rows = Exchange.apply(x, received, sent, self.replica)
         if len(rows):
             rows = self.experts["all"](rows)
-        return self.last(_AllToAll.apply(rows, received, sent, self.replica))
+        return self.last(Exchange.apply(rows, sent, received, self.replica))
 
 
 class _Copy(torch.autograd.Function):
