@@ -242,6 +242,17 @@ def make_beside(
     return make_group(store, me, members, f"{group.group_name}/{name}", timeout, backend)
 
 
+class _Forgotten:
+    """Stands for a forgotten group where torch counts groups: it names later ones by that count,
+    and ranks forget theirs at different times.
+    """
+
+    def shutdown(self) -> None:
+        """End nothing."""
+
+    abort = shutdown
+
+
 def forget_group(group: dist.ProcessGroup) -> None:
     """Make torch.distributed drop a group, so that it ends with its last user.
 
@@ -251,6 +262,7 @@ def forget_group(group: dist.ProcessGroup) -> None:
     name = world.pg_names.pop(group, None)
     if name is None:
         return  # all groups have been destroyed
+    world.pg_names[_Forgotten()] = name
     for table in (world.pg_map, world.pg_group_ranks, world.pg_backend_config):
         table.pop(group, None)
     tag = world.pg_to_tag.pop(group, None)

@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -119,6 +120,9 @@ def one_goes_early(rank, world, kind):
         optimizer.step()
     third = KINDS[kind](net())  # made beside groups that only one rank still has
     loss_of(third(batch(rank, 0))).backward()
+    # Named by the number of groups that torch knows.
+    ranks = dist.new_group(timeout=timedelta(seconds=20), use_local_synchronization=True)
+    dist.barrier(ranks)
     return full(second)
 
 

@@ -1,5 +1,6 @@
 """Starts ranks with mpirun, as a user does."""
 
+import faulthandler
 import os
 import pickle
 import shutil
@@ -91,7 +92,8 @@ def run_ranks(function, ranks, *arguments, timeout=240, **changes):
 
 
 def main(folder):
-    """Run the job in a rank."""
+    """Run the job in a rank, which says where it is if it hangs."""
+    faulthandler.dump_traceback_later(200)
     import torch
     import torch.distributed as dist
 
