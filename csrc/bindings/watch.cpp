@@ -132,6 +132,7 @@ void bind_watch(py::module_& m) {
           },
           py::arg("group_name"), py::arg("device"))
       .def("gone", &FaultWatch::gone, release)
+      .def("questions", &FaultWatch::questions, release)
       .def("survive", &FaultWatch::survive)
       .def(
           "leave",

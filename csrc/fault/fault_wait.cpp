@@ -1,7 +1,9 @@
 // How a rank waits for the others: which faults it looks for, which ranks it blames, and what it
 // reports. See fault_watch.h.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <iterator>
 #include <numeric>
 #include <set>
 #include <thread>
@@ -25,12 +27,16 @@ constexpr milliseconds kIssuedGrace{5000};  // it had issued the collective befo
 constexpr milliseconds kLostGrace{5000};
 constexpr milliseconds kUnheard{500};     // likewise, if the system can tell more
 constexpr milliseconds kWordsLeave{100};  // at most, until a rank's message is sent
+constexpr milliseconds kShared{2000};     // so long the answers to one rank serve the others
 constexpr int kDistance = 3;              // each warning comes so many times later
 constexpr size_t kMostNamed = 8;
 
 double seconds_of(FaultWatch::Clock::duration time) {
   return std::chrono::duration<double>(time).count();
 }
+
+// Seconds by which a rank asks later than rank 0, so that most hear a question before they ask.
+double delay_of(int64_t rank) { return 0.05 * std::log2(1.0 + static_cast<double>(rank)); }
 
 std::string rounded(double seconds) {
   char text[32];
@@ -117,15 +123,41 @@ ExpectedCollective FaultWatch::newest_of(ExpectedCollective expected) const {
   return expected;
 }
 
+// All ranks hear questions and answers, so one that has heard a question does not ask it again: of
+// 10,000 ranks that wait for one, a few ask.
 void FaultWatch::ask(const ExpectedCollective& expected) {
   FaultEvent question{
       FaultEvent::Kind::kAsked, rank_, static_cast<int64_t>(expected.model), 0, {}, ""};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    late_.clear();
     question.issued = newest_of(expected).issued;
+    const bool is_known = question.model == question_.event.model &&
+                          question.issued <= question_.event.issued &&
+                          Clock::now() - question_.came < kShared;
+    if (is_known) return;
+    late_.clear();
+    question_ = {question, Clock::now()};
+    ++questions_;
   }
   tell(question);
+  answer(question);
+}
+
+int64_t FaultWatch::questions() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return questions_;
+}
+
+void FaultWatch::hear_question(const FaultEvent& question) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto now = Clock::now();
+    for (auto report = late_.begin(); report != late_.end();) {
+      report = now - report->second.came < kShared ? std::next(report) : late_.erase(report);
+    }
+    question_ = {question, now};
+    ++questions_;
+  }
   answer(question);
 }
 
@@ -176,12 +208,13 @@ std::optional<Fault> FaultWatch::find_fault(const ExpectedCollective& expected,
   const std::vector<Report> gone = ended(newest, kDeathGrace, long_ago);
   if (!gone.empty()) return fault_of(gone, expected, waited, "");
   if (auto parted = find_mismatch(expected, waited)) return parted;
-  if (waited >= backoff.next && !backoff.asked) {
+  const double turn = backoff.next + delay_of(rank_);
+  if (waited >= turn && !backoff.asked) {
     ask(expected);
     backoff.asked = true;
-  } else if (backoff.asked && waited >= backoff.next + seconds_of(kAnswers)) {
+  } else if (backoff.asked && waited >= turn + seconds_of(kAnswers)) {
     if (auto lone = find_lone_gather(expected, waited)) return lone;
-    const bool at_last = waited >= backoff.next + seconds_of(kLastAnswers);
+    const bool at_last = waited >= turn + seconds_of(kLastAnswers);
     if (warn(expected, waited, at_last)) backoff = {backoff.next * kDistance};
   }
   return std::nullopt;

@@ -125,7 +125,7 @@ void FaultWatch::find_end(int64_t rank, bool lost) {
 void FaultWatch::on_event(const std::string& bytes) {
   FaultEvent event = decode_event(bytes);
   if (event.kind == FaultEvent::Kind::kAsked) {
-    answer(event);
+    hear_question(event);
   } else if (is_reported_by_peer(event.kind) && event.about == rank_) {
     tell({FaultEvent::Kind::kAlive, rank_, 0, 0, {}, ""});
   } else {

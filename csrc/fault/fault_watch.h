@@ -125,6 +125,8 @@ class FaultWatch {
 
   // Returns the ranks that have ended, and how, in words. An end of a moment ago may be missing.
   std::vector<std::pair<int64_t, std::string>> gone() const;
+  // Returns how many times ranks have asked which are late, as far as this one has heard.
+  int64_t questions() const;
   // Whether a signal has ended a wait.
   bool is_interrupted() const { return interrupted_; }
 
@@ -160,6 +162,7 @@ class FaultWatch {
   void on_heartbeat(int64_t rank, const std::string& bytes);
   void on_closed(int64_t rank, bool lost);
   void on_event(const std::string& bytes);
+  void hear_question(const FaultEvent& question);
   void answer(const FaultEvent& question);
   void tell(FaultEvent event);
   void note(FaultEvent event);
@@ -213,6 +216,8 @@ class FaultWatch {
   std::map<int64_t, Neighbour> neighbours_;
   std::map<int64_t, Report> ends_;
   std::map<int64_t, Report> late_;
+  Report question_;  // the last that any rank has asked
+  int64_t questions_ = 0;
   bool left_ = false;
   std::atomic<bool> disturbed_{false};  // there are ends
   std::atomic<bool> failed_{false};     // there is a fault
