@@ -86,6 +86,8 @@ def find_groups(
             "groups must map patterns, modules or parameters to process groups, but is a "
             f"{type(groups).__name__}"
         )
+    if not groups:
+        return ()  # the names of a large model take time
     found: list[ParamGroup] = []
     owner: dict[str, str] = {}
     first = {id(tensor): name for name, tensor in _named(module)}
