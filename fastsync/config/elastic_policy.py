@@ -4,6 +4,7 @@ averaged.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from fastsync.config.switch import policy_of
@@ -23,6 +24,9 @@ class ElasticPolicy:
         rescale: what sums of gradients are divided by after a death. "average": the number of ranks
             that are left. "sum_of_start": the number at the start, so that each sample keeps the
             weight that it had.
+        patience: with `sync`, seconds that ranks wait for the others before they average without
+            them, as long as `min_ranks` are there. A rank that comes later takes over what the
+            others have, before its next forward. None: they wait.
 
     Raises:
         TypeError, ValueError: one of them makes no sense.
@@ -30,6 +34,7 @@ class ElasticPolicy:
 
     min_ranks: int = 1
     rescale: str = "average"
+    patience: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.min_ranks, int) or isinstance(self.min_ranks, bool):
@@ -39,6 +44,12 @@ class ElasticPolicy:
         if self.rescale not in RESCALE:
             raise ValueError(
                 f"elastic: rescale must be one of {', '.join(RESCALE)}, but is {self.rescale!r}"
+            )
+        if not isinstance(self.patience, int | float | None):
+            raise TypeError(f"elastic: patience must be seconds, but is {self.patience!r}")
+        if self.patience is not None and not 0 < self.patience < math.inf:
+            raise ValueError(
+                f"elastic: patience must be a positive number of seconds, but is {self.patience!r}"
             )
 
     @classmethod

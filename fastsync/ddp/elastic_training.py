@@ -17,7 +17,9 @@ Had rank 2 died later, in its vote, the survivors might all have had the average
 would have used those: rank 2 may have used them, too, and saved its weights.
 
 With `sync` the ranks notice at their next average of parameters, and average what they have then.
-They vote likewise before any of them merges an average: `Elastic.average`.
+They vote likewise before any of them merges an average: `Elastic.average`. With `patience` they
+meet in the store before it, and as after a death where one of them has not come in time. That rank
+finds what they have decided, and comes back as a rank does that was started again.
 
 With `zero`, they share the state of optimizers anew before they tell each other through the store:
 fastsync/zero/neighbour_copies.py.
@@ -31,7 +33,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -54,7 +56,7 @@ from fastsync.ddp.ddp_objects import DDPReducer
 from fastsync.ddp.elastic_limits import unfit
 from fastsync.ddp.rank_identity import RankIdentity
 from fastsync.faults.consensus import RankMismatchError
-from fastsync.faults.survivors import Decision, RankState, Survivors
+from fastsync.faults.survivors import Decision, Patience, RankState, Survivors
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.monitor import watch_of, watched_call
@@ -72,6 +74,7 @@ _FAILS, _TAKES, _AGAIN = 0, 1, 2  # as csrc/reducer/survival.h numbers verdicts
 _CERTAINTY = 2.0  # seconds until a death that a backend's error tells of is known to the watch
 _PATIENCE = timedelta(seconds=10)  # for each collective of ranks that rebuild
 _PAUSE = 0.01
+_AT_ONCE = 1.0  # seconds in which ranks that have waited in vain for another one meet
 _CONNECTING = "the connecting of the ranks that are left"
 
 
@@ -100,6 +103,10 @@ class Membership:
         return len(self.ranks)
 
 
+class _LeftOut(Exception):
+    """The others have gone on without this rank, which came too late."""
+
+
 class Elastic:
     """Response of one model to the death of ranks.
 
@@ -108,6 +115,9 @@ class Elastic:
         place: place where survivors meet. A rank that comes back is told its name.
         rounds: when parameters are averaged, with `sync`.
         averages: of parameters that all ranks have had.
+        left_out: the others average without this rank, which has come too late, until it has come
+            back.
+        may_return: `catch_up()` has been called, so that ranks can come back.
         invite: called with ranks that come back and are members of an epoch, on the others.
         hand_over: called when ranks come back, with the group of all of them and with their ranks:
             sends them what they need, or receives it.
@@ -123,6 +133,8 @@ class Elastic:
         rounds: Rounds | None,
     ) -> None:
         self.rounds, self.averages, self._in_average = rounds, 0, False
+        self.left_out = self.may_return = False
+        self._last_place = ""  # where all have met before an average
         group = engine.group
         self._model, self._engine, self._policy = weakref.ref(model), engine, policy
         self.identity, self._me, self._started = identity, identity.rank, identity.started
@@ -170,9 +182,24 @@ class Elastic:
         Raises:
             SyncFault: the training cannot go on.
         """
-        self._meet(RankState(self.steps, False, between=True))
-        if self._decided.joining or self._decided.ranks != self.now.ranks:
-            self._rebuild(between=True)
+        try:
+            self._meet(RankState(self.steps, False, between=True))
+            if self._decided.joining or self._decided.ranks != self.now.ranks:
+                self._rebuild(between=True)
+        except _LeftOut:
+            self.left_out = True
+
+    def step_aside(self, attempt: int) -> None:
+        """Become as a rank that was started again: alone, and without knowledge of the others.
+
+        Args:
+            attempt: a number that this rank has not come back with before.
+        """
+        store, name = self.identity.store, f"{self.place.name}-aside-{self._me}-{attempt}"
+        backend = renewed_backend(self._engine.group) or "gloo"
+        members = [self.identity.member(self._me)]
+        self._watches.clear()
+        self._engine.use_group(make_group(store, 0, members, name, _PATIENCE, backend))
 
     def join(self, epoch: int) -> bool:
         """Return whether this rank, which has come back, is a member of the
@@ -212,27 +239,63 @@ class Elastic:
         """Return the averages that all ranks have had, of gradients and of parameters."""
         return self._engine.core.steps() + self.averages
 
-    def average(self, task: Callable[[], None]) -> None:
+    def average(self, task: Callable[[], None], waits: bool) -> bool:
         """Run an average of parameters, until all that are left have it. Collective.
 
         They vote as they do in a backward: csrc/reducer/reducer_elastic.cpp. None uses it before.
 
+        Args:
+            waits: for every rank, however slow.
+
+        Returns:
+            Whether it is to be used: not, if this rank is left out.
+
         Raises:
             SyncFault: the training cannot go on.
         """
+        patience = None if waits else self._patience
+        if not self.left_out:
+            try:
+                self._average(task, patience)
+            except _LeftOut:
+                self.left_out, self._in_average = True, False
+        return not self.left_out
+
+    def _average(self, task: Callable[[], None], patience: Patience | None) -> None:
         self._in_average = True
-        verdict = self._try_average(task)
+        verdict = self._try_average(task, patience)
         while verdict == _AGAIN:
             self.rebuild()
-            verdict = self._try_average(task)
+            verdict = self._try_average(task, patience)
         self._in_average = False
         self.averages += 1
         if verdict == _TAKES:
             self.rebuild()
 
-    def _try_average(self, task: Callable[[], None]) -> int | None:
+    @property
+    def _patience(self) -> Patience | None:
+        """Return how long others are waited for before and after an average."""
+        seconds, rounds = self._policy.patience, self.rounds
+        if seconds is None or rounds is None or not rounds.local:
+            return None
+        if not self.may_return:
+            raise RuntimeError(
+                f"elastic: patience={seconds:g} leaves slow ranks out until they come back, which "
+                "needs model.catch_up(optimizer) before the first step, on every rank, and `python "
+                "-m fastsync.elastic`"
+            )
+        return Patience(seconds, self._policy.min_ranks)
+
+    def _try_average(self, task: Callable[[], None], patience: Patience | None) -> int | None:
         """Return a verdict; None: all ranks have the average."""
         assert self.rounds is not None
+        if patience is not None:
+            place = f"{self._epoch}/average-{self.averages}"
+            if not self.place.gather(place, self.now.ranks, self._gone, patience):
+                # All others that were there come at once.
+                short = replace(patience, seconds=min(patience.seconds, _AT_ONCE))
+                return self._meet(RankState(self.steps, False), short)
+            self._forget_place(place)
         complete = False
         try:
             task()
@@ -287,12 +350,21 @@ class Elastic:
             time.sleep(_PAUSE)
         return False
 
-    def _meet(self, mine: RankState) -> int:
+    def _forget_place(self, place: str) -> None:
+        """Let the store forget the meeting before the one at `place`, to which all have come."""
+        if self.now.rank == 0 and self._last_place:
+            self.place.forget(self._last_place)
+        self._last_place = place
+
+    def _meet(self, mine: RankState, patience: Patience | None = None) -> int:
         before = self._present
         self._epoch += 1
         timeout = self.timeout.total_seconds()
-        decision = self.place.meet(self._epoch, before, mine, self._gone, timeout)
+        patience = patience or self._patience
+        decision = self.place.meet(self._epoch, before, mine, self._gone, timeout, patience)
         if self._me not in decision.ranks:
+            if self._policy.patience is not None:
+                raise _LeftOut
             raise SyncFault(
                 f"fastsync: ranks {list(decision.ranks)} could not reach rank {self._me} and went "
                 "on without it. Look at its network"
@@ -307,9 +379,11 @@ class Elastic:
         return _TAKES if mine.steps < decision.steps else _AGAIN
 
     def _losses(self, before: Collection[int], left: Collection[int]) -> str:
-        gone = self._gone()
+        gone, other = self._gone(), "has ended"
+        if self._policy.patience is not None:
+            other = f"was not there within patience={self._policy.patience:g} s"
         lost = [rank for rank in before if rank not in left]
-        return "; ".join(f"rank {rank} {gone.get(rank, 'has ended')}" for rank in lost)
+        return "; ".join(f"rank {rank} {gone.get(rank, other)}" for rank in lost)
 
     def _is_rebuilt(self) -> bool:
         """Return whether the survivors average among themselves; not, where another has died
@@ -471,7 +545,7 @@ def make_elastic(model: Front, engine: Engine, policy: ElasticPolicy) -> Elastic
         sharded.delivery.share_late = lambda: _alive(me).share_late()
         sharded.delivery.until_all = lambda task: _alive(me).until_all(task)
     if rounds is not None:
-        rounds.together = lambda task: _alive(me).average(task)
+        rounds.together = lambda *task: _alive(me).average(*task)
     engine.core.survive(
         lambda *found: _alive(me).meet(*found),
         lambda: _alive(me).rebuild(),

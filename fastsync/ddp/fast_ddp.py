@@ -545,6 +545,9 @@ class FastDDP(Front):
     def catch_up(self, *states: Stateful) -> int:
         """Return the step at which this rank begins: call it on every rank, before the first step.
 
+        Called again, without `states`, it returns the step at which this rank goes on: where the
+        others have averaged without it (`patience`), a later one, with what they have.
+
         A rank that `python -m fastsync.elastic` has started again, or that joins, gets everything
         from those that train, between two of their steps: parameters, buffers, and `states`.
 
@@ -564,9 +567,11 @@ class FastDDP(Front):
         """
         if self._policy.elastic is None:
             raise RuntimeError("catch_up() needs FastDDP(model, faults=Faults(elastic=True))")
+        if self._returns is not None and states:
+            raise RuntimeError("catch_up() is given states once, before the first step")
         if self._returns is not None:
-            raise RuntimeError("catch_up() is called once, before the first step")
-        if self._elastic is not None and self._elastic.identity.lasting:
+            self._returns.come_back_if_late()
+        elif self._elastic is not None and self._elastic.identity.lasting:
             passing = Passing(states, cast(DDPReducer, self.reducer).sharded)
             self._returns = Returns(self.module, self._engine, self._elastic, passing)
             self._returns.take_part([str(cap) for cap in self._buckets.caps])

@@ -111,6 +111,8 @@ class Returns(StepWatcher):
         self._asked = -1  # and when this rank last looked for a call
         self._joins: dist.ProcessGroup | None = None  # what this rank is about to be in
         self._ours = {id(param.tensor) for param in engine.params}
+        self._lates = 0  # times that the others have gone on without this rank
+        elastic.may_return = True
         me = weakref.ref(self)  # no caller of this is to keep it
         elastic.place.waiting = lambda: _alive(me)._doorway.waiting(())
         elastic.invite = lambda *found: _alive(me)._doorway.admit(*found)
@@ -153,15 +155,33 @@ class Returns(StepWatcher):
                 f"{difference}"
             )
         elastic.place.name = training.place
+        self._wait_and_join(waiting)
+        self._store.set(back_key(identity.process), "")
+
+    def come_back_if_late(self) -> None:
+        """Come back where the others have gone on without this rank, which was too slow.
+
+        Raises:
+            SyncFault: they do not take it in, or end before.
+        """
+        elastic, rank = self._elastic, self._elastic.identity.rank
+        if not elastic.left_out:
+            return
+        self._lates += 1
+        elastic.step_aside(self._lates)
+        self._wait_and_join(Waiting(self._store, rank, elastic.timeout.total_seconds()))
+        elastic.left_out = False
+        self._asked = elastic.steps  # the others have looked for this call
+
+    def _wait_and_join(self, waiting: Waiting) -> None:
         alone = self._engine.group
         while not self._joined(waiting.admitted()):
             _log.warning(
                 "fastsync: rank %d was being taken in when others ended (%s); it tries again",
-                identity.rank,
-                elastic.obstacle,
+                waiting.rank,
+                self._elastic.obstacle,
             )
             self._engine.use_group(alone)
-        self._store.set(back_key(identity.process), "")
 
     def _joined(self, epoch: int) -> bool:
         joined = False
@@ -178,6 +198,7 @@ class Returns(StepWatcher):
         """Look for ranks before a forward that is to synchronise, and admit them if all were
         called.
         """
+        self.come_back_if_late()
         elastic, steps = self._elastic, self._elastic.steps
         # With `sync` forwards may follow an average before the next one.
         begins, self._asked = self._asked < steps == self._stepped, steps
@@ -192,6 +213,7 @@ class Returns(StepWatcher):
             _log.warning("fastsync: nobody can come back: the store has gone (%s)", error)
         if called:
             elastic.admit()
+        self.come_back_if_late()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped on the averages of a backward."""

@@ -31,7 +31,6 @@ from fastsync.config.param_groups import (
 )
 from fastsync.config.policy import BucketPolicy, SyncPolicy
 from fastsync.config.preemption_policy import PreemptionPolicy
-from fastsync.config.sync_modes import SyncMode
 from fastsync.ddp.preemption_handler import check_preemption
 from fastsync.faults import consensus
 from fastsync.faults.node_links import check_grid, find_nodes
@@ -87,7 +86,7 @@ class Request:
             compatibility.check(setup)
             wire_settings = self._wire_settings(settled.wire)
             self._check_dtypes(settled)
-            self._check_sync(settled.sync)
+            self._check_sync(settled)
             self._check_group(settled.wire, recorded)
             self._check_zero(settled.zero)
             if settled.zero.stage == 3:
@@ -297,8 +296,13 @@ class Request:
                 "format of fewer bits"
             )
 
-    def _check_sync(self, mode: SyncMode | None) -> None:
-        ranks = self._group().size()
+    def _check_sync(self, policy: SyncPolicy) -> None:
+        ranks, mode, elastic = self._group().size(), policy.sync, policy.elastic
+        if elastic is not None and elastic.patience is not None and mode is None:
+            raise ValueError(
+                f"elastic: patience={elastic.patience:g} leaves slow ranks out of averages of "
+                "parameters, but gradients are averaged at every step; leave it out, or pass sync"
+            )
         if mode is not None and ranks % mode.within:
             raise ValueError(
                 f"sync: within={mode.within} needs groups of equal size, but there are {ranks} "

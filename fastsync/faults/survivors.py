@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from fastsync._torch import Store
 from fastsync.faults.sync_fault import SyncFault
 
-__all__ = ["Decision", "RankState", "Survivors", "decide"]
+__all__ = ["Decision", "Patience", "RankState", "Survivors", "decide"]
 
 _PAUSE = 0.002  # seconds between looks at the store
 _LONGEST = 1800.0
@@ -99,6 +99,18 @@ def decide(states: Mapping[int, RankState], waiting: Mapping[int, int] | None = 
     return Decision(tuple(sorted({*states, *back})), after, takes, tuple(sorted(back.items())))
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long ranks wait for those that are slow.
+
+    Attributes:
+        least: with fewer ranks they wait on.
+    """
+
+    seconds: float
+    least: int
+
+
 class Survivors:
     """Place where the survivors meet.
 
@@ -128,14 +140,17 @@ class Survivors:
         mine: RankState,
         dead: Callable[[], Collection[int]],
         timeout: float = _LONGEST,
+        patience: Patience | None = None,
     ) -> Decision:
-        """Return the decision on which ranks go on, and with which step, once it has been made.
+        """Return the decision on which ranks go on, and with which step, once it has been made. It
+        may leave this rank out, where it has come too late.
 
         Args:
             epoch: a number that no meeting of these ranks has had.
             ranks: those of the epoch before.
             dead: which of them have ended, asked again and again.
             timeout: seconds that a rank waits for the others.
+            patience: after which a decision leaves out ranks that have not come; None: it does not.
 
         Raises:
             SyncFault: the store has gone, or a rank neither comes nor ends.
@@ -143,30 +158,42 @@ class Survivors:
         place = f"{self.name}/{epoch}"
         try:
             self._store.set(f"{place}/{self._rank}", json.dumps(asdict(mine)))
-            return self._decision(place, ranks, dead, time.monotonic() + timeout)
+            return self._decision(place, ranks, dead, timeout, patience)
         except SyncFault:
             raise
         except RuntimeError as error:  # each kind of store has its own
             raise SyncFault(_store_gone(self._rank, error)) from error
 
-    def gather(self, place: str, ranks: Sequence[int], dead: Callable[[], Collection[int]]) -> bool:
+    def gather(
+        self,
+        place: str,
+        ranks: Sequence[int],
+        dead: Callable[[], Collection[int]],
+        patience: Patience | None = None,
+    ) -> bool:
         """Return whether all of `ranks` have come, the same on all of them; not, if one ends
-        before.
+        before, or comes too late.
 
         Args:
             place: that they have not met at before.
         """
         store, place = self._store, f"{self.name}/{place}"
-        outcome, deadline = f"{place}/outcome", time.monotonic() + _LONGEST
+        outcome, began = f"{place}/outcome", time.monotonic()
         store.add(place, 1)
         while not store.check([outcome]):
-            if store.add(place, 0) >= len(ranks):
+            came = store.add(place, 0)
+            if came >= len(ranks):
                 store.compare_set(outcome, "", "all")
-            elif any(rank in dead() for rank in ranks) or time.monotonic() > deadline:
+            elif any(rank in dead() for rank in ranks) or _is_over(patience, began, came):
                 store.compare_set(outcome, "", "not all")
             else:
                 time.sleep(_PAUSE)
         return store.get(outcome) == b"all"
+
+    def forget(self, place: str) -> None:
+        """Delete what the store holds of a place that all have left."""
+        for key in (place, f"{place}/outcome"):
+            self._store.delete_key(f"{self.name}/{key}")
 
     def decided(self, epoch: int) -> Decision:
         """Return what an epoch has decided, for a rank that has not been there."""
@@ -177,20 +204,23 @@ class Survivors:
         place: str,
         ranks: Sequence[int],
         dead: Callable[[], Collection[int]],
-        deadline: float,
+        timeout: float,
+        patience: Patience | None,
     ) -> Decision:
-        store, decided = self._store, f"{place}/decision"
+        store, decided, began = self._store, f"{place}/decision", time.monotonic()
         while not store.check([decided]):
             gone = dead()
             present = [r for r in ranks if r == self._rank or r not in gone]
             absent = [r for r in present if not store.check([f"{place}/{r}"])]
-            if not absent and present[0] == self._rank:
-                said = {r: json.loads(store.get(f"{place}/{r}")) for r in present}
+            came = [rank for rank in present if rank not in absent]
+            over = not absent or (patience is not None and _is_over(patience, began, len(came)))
+            if over and came[0] == self._rank:
+                said = {r: json.loads(store.get(f"{place}/{r}")) for r in came}
                 states = {r: RankState(**at) for r, at in said.items()}
                 decision = decide(states, self.waiting())
                 store.compare_set(decided, "", json.dumps(asdict(decision)))
                 break
-            if time.monotonic() > deadline:
+            if time.monotonic() > began + timeout:
                 raise SyncFault(
                     f"fastsync: rank {self._rank} waited for ranks {absent} after others had died, "
                     "but they did not come. Restart from a checkpoint",
@@ -198,6 +228,14 @@ class Survivors:
                 )
             time.sleep(_PAUSE)
         return Decision.of(store.get(decided))
+
+
+def _is_over(patience: Patience | None, began: float, came: int) -> bool:
+    """Return whether ranks that have met since `began` wait no longer for the others."""
+    waited = time.monotonic() - began
+    return waited > _LONGEST or (
+        patience is not None and waited > patience.seconds and came >= patience.least
+    )
 
 
 def _store_gone(rank: int, error: Exception) -> str:

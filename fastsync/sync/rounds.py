@@ -56,7 +56,8 @@ class Rounds(StepWatcher):
 
     Attributes:
         forwards: those outside `no_sync()` so far.
-        together: runs what all ranks do together, again where a rank ends meanwhile.
+        together: runs what all ranks do together, again where a rank ends meanwhile, and returns
+            whether this rank has what comes of it; with False ranks that are slow are left out.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Rounds(StepWatcher):
         self._parts: weakref.WeakKeyDictionary[Optimizer, _OptimizerRounds] = (
             weakref.WeakKeyDictionary()
         )
-        self.together: Callable[[Callable[[], None]], None] = lambda task: task()
+        self.together: Callable[[Callable[[], None], bool], bool] = _run
         self._made = 0  # optimizers seen
         self._inside: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._loaded: dict[int, State] = {}  # of optimizers that have not stepped yet, by number
@@ -157,7 +158,7 @@ class Rounds(StepWatcher):
             joins = self._joins and state is not None
         part = _OptimizerRounds(self, number, optimizer, named)
         if not joins:  # else the others have compared before
-            self.together(lambda: part.compare()())
+            self.together(lambda: part.compare()(), True)
         if state is not None:
             part.load(state)
         self._parts[optimizer] = part
@@ -224,6 +225,7 @@ class Rounds(StepWatcher):
         for optimizer in optimizers:
             kept = {kind: held for kind, held in optimizer["kept"].items() if kind != "residual"}
             optimizer["kept"] = kept
+        self._parts.clear()  # nothing of theirs is merged any more
         self.load({**state, "optimizers": optimizers})
         self._joins = True
 
@@ -348,9 +350,15 @@ class _OptimizerRounds:
         if not fragments:
             return
         if last or self._schedule.overlap == 0:
-            self._owner.together(partial(self._average, fragments))
-            for fragment in fragments:
-                fragment.merge(last)
+            if self._owner.together(partial(self._average, fragments), last):
+                for fragment in fragments:
+                    fragment.merge(last)
+            elif last:
+                raise RuntimeError(
+                    "end_round() cannot average: the other ranks have gone on without this one, "
+                    "which was not there within patience, and takes part again from its next "
+                    "forward on"
+                )
             return
         check = self.compare()
         for fragment in fragments:
@@ -392,6 +400,11 @@ class _OptimizerRounds:
         self.steps, self._origin = int(state["steps"]), int(state["origin"])
         for fragment in self._fragments.values():
             fragment.load(state["kept"], state["due"].get(fragment.names[0], 0))
+
+
+def _run(task: Callable[[], None], waits: bool) -> bool:
+    task()
+    return True
 
 
 def make_rounds(

@@ -296,12 +296,12 @@ def refusals(rank, world):
     found = [model(elastic=True).catch_up(), text_of(model().catch_up)]
     os.environ["FASTSYNC_ELASTIC_RANK"] = f"{rank}/{world}"  # as its launcher does
     first, second = model(elastic=True), model(elastic=True)
-    return [*found, first.catch_up(), text_of(first.catch_up), text_of(second.catch_up)]
+    return [*found, first.catch_up(), text_of(lambda: first.catch_up(1)), text_of(second.catch_up)]
 
 
 def test_what_catch_up_refuses():
     for start_of_one, plain, begun, again, second in run_ranks(refusals, 2):
         assert start_of_one == begun == 0
         assert plain == "RuntimeError: catch_up() needs FastDDP(model, faults=Faults(elastic=True))"
-        assert again.startswith("RuntimeError: catch_up() is called once")
+        assert again.startswith("RuntimeError: catch_up() is given states once")
         assert second.startswith("ValueError: catch_up() of a second model")

@@ -35,6 +35,9 @@ class Job:
         joins: ranks that come that have not begun the training.
         returns: dead ranks that are started again: 1 where one dies and none joins, or 0.
         breaks: a rank, and a step in which it gets no average, once another rank is dead.
+        late: ranks, each with steps whose average it comes to once the others have left it out.
+        patience: seconds.
+        asks: those that were left out learn of it before their next step, and not in its forward.
     """
 
     world: int = 3
@@ -48,6 +51,9 @@ class Job:
     end_at: int = 0  # a step after which all ranks end the round
     memory: bool = False
     breaks: list = field(default_factory=lambda: [-1, 0])
+    late: dict = field(default_factory=dict)
+    patience: float | None = None
+    asks: bool = True
 
     @property
     def ends(self):
@@ -108,14 +114,15 @@ class Training:
         doomed = [] if attempt else job.deaths
         self.fate = Fate([[step, place] for who, step, place in doomed if who == rank])
         self.net = net()
+        self.net.register_forward_pre_hook(self.input)
         self.optimizer = OPTIMIZERS[job.make](self.net.parameters())
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.9)
-        faults = fastsync.Faults(elastic=True)
+        faults = fastsync.Faults(elastic=fastsync.ElasticPolicy(patience=job.patience))
         self.model = fastsync.FastDDP(self.net, sync=job.made, faults=faults)
         self.complete = None  # the step since which all have come
         if rank == job.breaks[0]:
             self.break_average()
-        self.seen = {"params": {}, "members": [], "outer": {}, "waits": {}}
+        self.seen = {"params": {}, "members": [], "outer": {}, "waits": {}, "left_out": []}
 
     def watch_members(self):
         """Note ranks that change twice in one step, too."""
@@ -149,14 +156,37 @@ class Training:
         self.note_members()
         while not self.is_over(step):
             step += 1
-            self.step(step)
+            step = self.step(step)
+            if self.job.late and self.job.asks:
+                self.note_members()
+                step = self.model.catch_up()
+
+    @property
+    def waits(self):
+        """Whether it trains until ranks have come."""
+        return bool(self.job.joins or self.job.returns or self.job.late)
+
+    def input(self, net, args):
+        """Return the input of the step that the others make, with which a forward goes on."""
+        return batch(self.rank, max(self.fate.step, self.model.elastic.since))
+
+    def come_late(self, step):
+        """Wait until the others have averaged without this rank."""
+        if step not in self.job.late.get(str(self.rank), []):
+            return
+        elastic = self.model._elastic
+        name = f"{elastic.place.name}/{elastic.now.epoch + 1}/decision"
+        while not elastic.identity.store.check([name]):
+            time.sleep(0.01)
 
     def is_over(self, step):
-        if not self.job.joins + self.job.returns:
+        if not self.waits:
             return step == self.job.steps
         every = self.job.made.every
         until = max(self.job.steps, (self.complete or 0) + ROUNDS_AFTER * every)
-        return self.complete is not None and step % every == 0 and step >= until
+        # Those that have come back have not seen who was there at the end of the step.
+        there = self.complete and self.all_are_there() and self.model.elastic.since <= step
+        return there and step % every == 0 and step >= until
 
     def step(self, step):
         self.fate.begin(step)
@@ -164,7 +194,9 @@ class Training:
         self.optimizer.zero_grad()
         self.fate.reach("forward")
         self.model(batch(self.rank, step)).square().mean().backward()
+        step = max(step, self.model.elastic.since)
         self.note_members()
+        self.come_late(step)
         ready = time.monotonic()
         self.optimizer.step()
         self.seen["waits"][step] = time.monotonic() - ready
@@ -172,19 +204,34 @@ class Training:
         if step == self.job.end_at:
             self.model.end_round()
         self.note_members()
+        if self.model._elastic.left_out:
+            self.note_left_out()
+            return step
         self.seen["params"][step] = flat(self.net.parameters())
         kept = self.model.sync_state_dict()["rounds"]["optimizers"][0]["kept"]
         self.seen["outer"][step] = flat(kept.get("outer", {}).values())
-        if self.job.joins + self.job.returns:
+        if self.waits:
             time.sleep(max(0.0, began + PAUSE - time.monotonic()))
+        return step
+
+    def note_left_out(self):
+        try:
+            self.model.end_round()
+        except RuntimeError as error:
+            self.seen["left_out"].append(str(error))
 
     def note_members(self):
         now = [self.model.elastic.since, list(self.model.elastic.ranks)]
         if now not in self.seen["members"]:
             self.seen["members"].append(now)
-        those = range(self.job.world if self.job.joins else 0, self.job.world + self.job.joins)
-        if self.complete is None and self.model.elastic.epoch and {*those} <= {*now[1]}:
+        if self.complete is None and self.model.elastic.epoch and self.all_are_there():
             self.complete = now[0]
+
+    def all_are_there(self):
+        those = {*range(self.job.world if self.job.joins else 0, self.job.world + self.job.joins)}
+        if not self.job.returns:
+            those -= {rank for rank, *_ in self.job.deaths}
+        return those <= {*self.model.elastic.ranks}
 
 
 if __name__ == "__main__":

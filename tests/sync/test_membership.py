@@ -59,6 +59,17 @@ CASES = {
     "joins-coded": {"mode": CODED, "joins": 2, "world": 2},
     "comes-back": {"mode": CODED, "deaths": [(1, 4, "forward")], "returns": 1},
     "comes-back-fragments": {"mode": STREAMING, "deaths": [(0, 6, "sum")], "returns": 1},
+    "late": {"mode": LOCAL, "late": {1: [4]}, "patience": 2},
+    "late-until-forward": {"mode": CODED, "late": {2: [6]}, "patience": 2, "asks": False},
+    "late-first": {"mode": CODED, "late": {0: [3, 120]}, "patience": 2, "steps": 126},
+    "late-fragment": {"mode": STREAMING, "late": {2: [6], 3: [6]}, "patience": 2, "world": 4},
+    "late-and-death": {
+        "mode": LOCAL,
+        "late": {1: [4]},
+        "deaths": [(2, 6, "sum")],
+        "patience": 2,
+        "world": 4,
+    },
 }
 
 
@@ -88,6 +99,8 @@ class Outcome:
         wanted, outer = train(job, members, steps)
         for (rank, _), it in self.seen.items():
             assert "error" not in it, it["error"]
+            assert len(it["left_out"]) == len(job.late.get(rank, [])), (rank, it["left_out"])
+            assert all("have gone on without this one" in text for text in it["left_out"])
             for step, params in it["params"].items():
                 assert close(params, wanted[int(step)][rank]), (rank, step, members)
                 assert close(it["outer"][step], outer[int(step)]), (rank, step, members)

@@ -9,7 +9,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastsync import Delayed, DiLoCo, FastDDP, LocalSGD, RankMismatchError
+from fastsync import (
+    Delayed,
+    DiLoCo,
+    ElasticPolicy,
+    FastDDP,
+    Faults,
+    LocalSGD,
+    RankMismatchError,
+)
 from tests.helpers.teams import run_ranks
 from tests.sync.test_modes import batch, loop, net
 
@@ -404,6 +412,9 @@ def refused(rank, world):
     local = wrap(LocalSGD(2))
     state = wrap(DiLoCo(2)).sync_state_dict()
     plain = FastDDP(net())
+    patient = Faults(elastic=ElasticPolicy(patience=1))
+    late = FastDDP(net(), sync=LocalSGD(1), faults=patient)
+    slow = torch.optim.SGD(late.parameters(), 0.1)
     return {
         "modes": caught(lambda: wrap(LocalSGD(2 + rank))),
         "one rank": caught(lambda: wrap(None if rank else "diloco:2")),
@@ -414,6 +425,8 @@ def refused(rank, world):
         "state of a mode": caught(lambda: plain.load_sync_state_dict(state)),
         "parts": caught(lambda: wrap(LocalSGD(2, within=3))),
         "group": caught(lambda: local._update_process_group(dist.group.WORLD)),
+        "patience alone": caught(lambda: FastDDP(net(), faults=patient)),
+        "patience without catch_up": caught(step_of(late, slow)),
         "delayed parameters": caught(
             lambda: FastDDP(
                 (module := net()),
@@ -435,6 +448,8 @@ REFUSALS = {
     "state of a mode": "but the model averages gradients at every step; wrap it with that mode",
     "parts": "within=3 needs groups of equal size, but there are 2 ranks",
     "group": "sync= averages parameters over the ranks of the old process group",
+    "patience alone": "patience=1 leaves slow ranks out of averages of parameters",
+    "patience without catch_up": "leaves slow ranks out until they come back, which needs model.catch",
     "delayed parameters": "delay_all_reduce_named_params averages gradients at every step",
 }
 
