@@ -69,7 +69,7 @@ def _sync(setup: Setup, refused: bool) -> str:
 
 def _sends_no_gradients(setup: Setup) -> bool:
     mode = setup.policy.sync
-    return mode is not None and mode.warmup == 0 and mode.within == 1
+    return mode is not None and mode.warmup == 0 and mode.part_size == 1
 
 
 def _divisors_differ(setup: Setup) -> bool:
@@ -126,7 +126,7 @@ FEATURES: Mapping[str, Callable[[Setup], str]] = {
     "static_graph": lambda s: "static_graph" if s.policy.static_graph else "",
     "sync": lambda s: _sync(s, True),
     "sync between groups": lambda s: _sync(
-        s, s.policy.sync is not None and s.policy.sync.within > 1
+        s, s.policy.sync is not None and s.policy.sync.part_size > 1
     ),
     "sync with something on its way": lambda s: _sync(s, _sends_while_steps_run(s)),
     "sync of local gradients": lambda s: _sync(s, _sends_no_gradients(s)),

@@ -7,9 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Final, TypeAlias
 
+from torch.distributed import GroupMember, ProcessGroup
+
 from fastsync.wire.formats import FORMATS, AnyCodec, Choice, Wire, make_codec
 
-__all__ = ["Delayed", "DiLoCo", "LocalSGD", "SyncMode", "sync_mode"]
+__all__ = ["NO_GROUP", "Delayed", "DiLoCo", "LocalSGD", "SyncMode", "sync_mode"]
+
+# What torch.distributed.new_group() returns on a rank that is not in the group.
+NO_GROUP = (GroupMember.NON_GROUP_MEMBER, None)
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,8 @@ class LocalSGD:
         optimizer_state: average the state of optimizers as well, where it is one value for each
             element of a parameter, such as a momentum.
         within: ranks that follow each other, such as those of a node, and average their gradients
-            at every step. Parameters are averaged between these groups.
+            at every step; or a process group of such ranks, one on each rank, all of one size.
+            Parameters are averaged between these groups.
 
     Raises:
         TypeError, ValueError: a value makes no sense.
@@ -34,16 +40,21 @@ class LocalSGD:
     every: int
     warmup: int = 0
     optimizer_state: bool = False
-    within: int = 1
+    within: Within = 1
 
     def __post_init__(self) -> None:
         _check_number(self, "every", 1)
         _check_number(self, "warmup", 0)
-        _check_number(self, "within", 1)
-        if self.warmup and self.within > 1:
+        _check_within(self)
+        if self.warmup and self.part_size > 1:
             raise ValueError(
                 "sync: warmup averages gradients over all ranks, within= over some; leave one out"
             )
+
+    @property
+    def part_size(self) -> int:
+        """Return how many ranks average their gradients."""
+        return _part_size(self.within)
 
     def describe(self) -> str:
         """Return the text that all ranks must agree on."""
@@ -68,8 +79,7 @@ class DiLoCo:
             difference of the same elements, in any format.
         alpha: part of this rank's own parameters that a merge keeps; None: 0.5 with `overlap`, else
             0, after which all ranks have the same.
-        within: ranks that follow each other, such as those of a node, and average their gradients
-            at every step. Differences are averaged between these groups.
+        within: as of `LocalSGD`. Differences are averaged between these groups.
 
     Raises:
         TypeError, ValueError: a value makes no sense.
@@ -82,11 +92,11 @@ class DiLoCo:
     overlap: int = 0
     wire: Wire | Choice = "fp32"
     alpha: float | None = None
-    within: int = 1
+    within: Within = 1
 
     def __post_init__(self) -> None:
         _check_number(self, "every", 1)
-        _check_number(self, "within", 1)
+        _check_within(self)
         _check_number(self, "fragments", 1)
         _check_number(self, "overlap", 0)
         if self.fragments > self.every:
@@ -124,6 +134,11 @@ class DiLoCo:
         """Return how many first steps average gradients."""
         return 0
 
+    @property
+    def part_size(self) -> int:
+        """Return how many ranks average their gradients."""
+        return _part_size(self.within)
+
     def describe(self) -> str:
         """Return the text that all ranks must agree on."""
         return _described(self)
@@ -155,7 +170,12 @@ class Delayed:
         return self.steps
 
     @property
-    def within(self) -> int:
+    def within(self) -> Within:
+        """Return which ranks average their gradients: each alone."""
+        return 1
+
+    @property
+    def part_size(self) -> int:
         """Return how many ranks average their gradients."""
         return 1
 
@@ -169,6 +189,7 @@ class Delayed:
         return _described(self)
 
 
+Within: TypeAlias = int | ProcessGroup | None
 SyncMode: TypeAlias = LocalSGD | DiLoCo | Delayed
 # Of `sync="diloco:64"`, which commands and the environment can give.
 _NAMES: Final[dict[str, Callable[[int], SyncMode]]] = {
@@ -209,6 +230,18 @@ def _check_number(mode: object, name: str, least: int) -> None:
         raise ValueError(f"sync: {name} must be at least {least}, but is {value}")
 
 
+def _check_within(mode: LocalSGD | DiLoCo) -> None:
+    # A rank that is in no group learns of it with the others, when the model is wrapped.
+    if not isinstance(mode.within, ProcessGroup) and mode.within not in NO_GROUP:
+        _check_number(mode, "within", 1)
+
+
+def _part_size(within: Within) -> int:
+    if isinstance(within, ProcessGroup):
+        return within.size()
+    return 1 if within is None else within
+
+
 def _check_part(mode: object, name: str) -> None:
     value = getattr(mode, name)
     if not 0 <= value < 1:
@@ -233,6 +266,8 @@ def _check_wire(wire: Wire) -> None:
 def _described(mode: SyncMode) -> str:
     chosen = [f.name for f in fields(mode) if getattr(mode, f.name) != f.default]
     values = {name: getattr(mode, name) for name in chosen}
+    if isinstance(mode.within, ProcessGroup):
+        values["within"] = f"a group of {mode.within.size()} ranks"
     if isinstance(mode, DiLoCo) and "wire" in values:
         values["wire"] = Wire.of(mode.wire).describe()
     return f"{type(mode).__name__}({', '.join(f'{n}={v!r}' for n, v in values.items())})"

@@ -82,7 +82,7 @@ class DDPReducer:
     @property
     def shares_buffers(self) -> bool:
         """Return whether forwards take rank 0's buffers, if the script wants that."""
-        return self.rounds is None or not (self.rounds.local or self.rounds.mode.within > 1)
+        return self.rounds is None or not (self.rounds.local or self.rounds.mode.part_size > 1)
 
     def prepare_for_forward(self) -> None:
         """Let the forward that `_rebuild_buckets` comes with synchronise."""

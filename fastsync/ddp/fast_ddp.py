@@ -58,7 +58,7 @@ from fastsync.reducer import sync_checkpoint
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.mean_weights import MeanWeights
 from fastsync.reducer.monitor import come_together, explained
-from fastsync.reducer.process_groups import OwnGroups, new_part
+from fastsync.reducer.process_groups import OwnGroups, find_parts, new_group
 from fastsync.sync.rounds import Rounds, make_rounds, rounds_of
 from fastsync.timeline.recorder import Recorder, record_steps
 from fastsync.timeline.stats import SyncStats, make_stats
@@ -328,9 +328,10 @@ class FastDDP(Front):
         """Build FastDDP's engine, where DistributedDataParallel builds its own."""
         named = named_params(self.module, self.parameters_to_ignore)
         mode, own = self._policy.sync, OwnGroups()
-        group = self.process_group
-        if mode is not None and mode.within > 1:
-            group = new_part(group, mode.within, "gradients within= a part", own)
+        group, nodes = self.process_group, None
+        if mode is not None and mode.part_size > 1:
+            nodes = find_parts(group, mode.within)
+            group = new_group(group, nodes.node_ranks, "gradients within= a part", own)
         engine = Engine(named, group, self._buckets, self._policy)
         own.end_with(engine.core)
         engine.unused.current = partial(
@@ -348,7 +349,7 @@ class FastDDP(Front):
         if mode is not None:
             on_round = partial(_end_of_round, weakref.ref(self))
             elastic = self._policy.elastic is not None
-            rounds = make_rounds(mode, named, self.process_group, on_round, elastic)
+            rounds = make_rounds(mode, named, self.process_group, on_round, nodes, elastic)
         self.reducer = DDPReducer(engine, logger, recorder, lockstep, sharded, rounds)
         self.logger = logger
         self._passing_sync_batchnorm_handle(self.module)

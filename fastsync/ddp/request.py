@@ -31,6 +31,7 @@ from fastsync.config.param_groups import (
 )
 from fastsync.config.policy import BucketPolicy, SyncPolicy
 from fastsync.config.preemption_policy import PreemptionPolicy
+from fastsync.config.sync_modes import NO_GROUP
 from fastsync.ddp.preemption_handler import check_preemption
 from fastsync.faults import consensus
 from fastsync.faults.node_links import check_grid, find_nodes
@@ -303,9 +304,13 @@ class Request:
                 f"elastic: patience={elastic.patience:g} leaves slow ranks out of averages of "
                 "parameters, but gradients are averaged at every step; leave it out, or pass sync"
             )
-        if mode is not None and ranks % mode.within:
+        if mode is not None and mode.within in NO_GROUP:
             raise ValueError(
-                f"sync: within={mode.within} needs groups of equal size, but there are {ranks} "
+                "sync: within= is a group that this rank is not in; pass each rank its own group"
+            )
+        if mode is not None and ranks % mode.part_size:
+            raise ValueError(
+                f"sync: within={mode.part_size} needs groups of equal size, but there are {ranks} "
                 "ranks; choose a number that divides it"
             )
 

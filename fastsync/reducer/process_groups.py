@@ -43,10 +43,16 @@ from fastsync._torch import (
 )
 from fastsync.faults.node_links import Nodes
 from fastsync.faults.rendezvous import needing_store
-from fastsync.reducer.monitor import come_together, lend_watch, looks_out, watched_call
+from fastsync.reducer.monitor import (
+    come_together,
+    gather_watched,
+    lend_watch,
+    looks_out,
+    watched_call,
+)
 from fastsync.wire.formats import Wire
 
-__all__ = ["OwnGroups", "make_links", "new_cpu_group", "new_cross", "new_part"]
+__all__ = ["OwnGroups", "find_parts", "make_links", "new_cpu_group", "new_group", "new_part"]
 
 _ENDS = 3.0  # seconds for the groups of wrappers that have died right before the process ends
 
@@ -154,23 +160,23 @@ def make_links(
         if streams:
             return [group, group]
         ranks = dist.get_process_group_ranks(group)
-        return [_new_group(group, ranks, purpose, own) for purpose in ("codes", "codes of sums")]
-    node = wire.node_group or _new_group(group, nodes.node_ranks, "inside a node", own)
+        return [new_group(group, ranks, purpose, own) for purpose in ("codes", "codes of sums")]
+    node = wire.node_group or new_group(group, nodes.node_ranks, "inside a node", own)
     if streams:
-        cross = wire.cross_group or _new_group(group, nodes.cross_ranks, "between nodes", own)
+        cross = wire.cross_group or new_group(group, nodes.cross_ranks, "between nodes", own)
         return [node, cross, cross, node]
     return [
         node,
-        _new_group(group, nodes.cross_ranks, "between nodes", own),
-        _new_group(group, nodes.cross_ranks, "between nodes, on the way back", own),
-        _new_group(group, nodes.node_ranks, "inside a node, on the way back", own),
+        new_group(group, nodes.cross_ranks, "between nodes", own),
+        new_group(group, nodes.cross_ranks, "between nodes, on the way back", own),
+        new_group(group, nodes.node_ranks, "inside a node, on the way back", own),
     ]
 
 
 def new_cpu_group(group: dist.ProcessGroup, purpose: str, own: OwnGroups) -> dist.ProcessGroup:
     """Return another process group of the same ranks, for CPU tensors alone. Collective."""
     ranks = dist.get_process_group_ranks(group)
-    return _new_group(group, ranks, purpose, own, backend=cpu_backend(group))
+    return new_group(group, ranks, purpose, own, backend=cpu_backend(group))
 
 
 def new_part(
@@ -179,17 +185,38 @@ def new_part(
     """A process group of `number` ranks that follow each other in `group`. Collective."""
     begin = group.rank() // number * number
     ranks = dist.get_process_group_ranks(group)[begin : begin + number]
-    return _new_group(group, ranks, purpose, own)
+    return new_group(group, ranks, purpose, own)
 
 
-def new_cross(
-    group: dist.ProcessGroup, number: int, purpose: str, own: OwnGroups
-) -> dist.ProcessGroup:
-    """A process group of the ranks that have this rank's place in each part of `new_part`.
-    Collective.
+def find_parts(group: dist.ProcessGroup, within: int | dist.ProcessGroup | None) -> Nodes:
+    """Return this rank's place in the grid of parts whose ranks average gradients. Collective.
+
+    Args:
+        within: how many ranks of `group` that follow each other are a part, or this rank's part.
+
+    Raises:
+        ValueError: the parts are no grid; the same on every rank.
     """
-    ranks = dist.get_process_group_ranks(group)[group.rank() % number :: number]
-    return _new_group(group, ranks, purpose, own)
+    ranks = dist.get_process_group_ranks(group)
+    if not isinstance(within, dist.ProcessGroup):
+        number = within or 1
+        parts = {rank: tuple(ranks[i - i % number :][:number]) for i, rank in enumerate(ranks)}
+    else:
+        mine = tuple(sorted(dist.get_process_group_ranks(within)))
+        given = gather_watched(mine, group, "the comparison of groups (within=)")
+        parts = dict(zip(ranks, given, strict=True))
+    for rank, part in parts.items():
+        alike = rank in part and all(parts.get(other) == part for other in part)
+        if not alike or len(part) != len(parts[ranks[0]]):
+            raise ValueError(
+                f"sync: within= of rank {rank} is a group of ranks {list(part)}, but that of "
+                f"{ranks[0]} one of {list(parts[ranks[0]])}; pass each rank its own group, of "
+                "which each rank is in one, and all are of one size"
+            )
+    mine = parts[ranks[group.rank()]]
+    place = mine.index(ranks[group.rank()])
+    cross = tuple(part[place] for part in dict.fromkeys(parts.values()))
+    return Nodes(mine, cross, place, cross.index(mine[place]))
 
 
 @cache
@@ -198,7 +225,7 @@ def _made() -> weakref.WeakKeyDictionary[dist.ProcessGroup, int]:
     return weakref.WeakKeyDictionary()
 
 
-def _new_group(
+def new_group(
     group: dist.ProcessGroup,
     ranks: Sequence[int],
     purpose: str,

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from fastsync._torch import backward_is_running, on_scaled_skips
 from fastsync.config.sync_modes import Delayed, DiLoCo, SyncMode
 from fastsync.faults.consensus import Param, RankMismatchError, Statement
+from fastsync.faults.node_links import Nodes
 from fastsync.reducer.engine import NamedParam
 from fastsync.reducer.optimizer_hooks import (
     StepWatcher,
@@ -32,7 +33,7 @@ from fastsync.reducer.optimizer_hooks import (
     params_of,
     watch_steps,
 )
-from fastsync.reducer.process_groups import OwnGroups, new_cross, new_part
+from fastsync.reducer.process_groups import OwnGroups, new_group, new_part
 from fastsync.sync.exchange import Exchange, Parts
 from fastsync.sync.fragments import Fragment, FragmentState, make_fragment
 from fastsync.sync.schedule import Schedule, cut
@@ -84,7 +85,7 @@ class Rounds(StepWatcher):
     @property
     def local(self) -> bool:
         """Return whether gradients stay on this rank, now."""
-        return self.mode.within == 1 and self.steps >= self.mode.warmup
+        return self.mode.part_size == 1 and self.steps >= self.mode.warmup
 
     @property
     def steps(self) -> int:
@@ -412,20 +413,24 @@ def make_rounds(
     params: Sequence[NamedParam],
     group: dist.ProcessGroup,
     on_round: Callable[[], None],
+    nodes: Nodes | None,
     elastic: bool = False,
 ) -> Rounds:
     """Return the rounds of a model whose ranks are those of `group`. Collective.
 
     Args:
+        nodes: the ranks that average their gradients at every step, and those that average
+            parameters; None: each rank averages parameters with all.
         elastic: the ranks of the group may change. Then it carries the averages, beside which it
             carries nothing.
     """
     own, apart, parts = OwnGroups(), group, None
     if group.size() > 1 and not elastic:
         apart = new_part(group, group.size(), "averages of sync=", own)
-    if mode.within > 1:
-        cross = new_cross(group, mode.within, "averages between parts", own)
-        parts = Parts(cross, new_part(group, mode.within, "averages within a part", own))
+    if nodes is not None:
+        cross = new_group(group, nodes.cross_ranks, "averages between parts", own)
+        inside = new_group(group, nodes.node_ranks, "averages within a part", own)
+        parts = Parts(cross, inside)
     exchange = Exchange(apart, group, params[0].tensor.device, parts)
     rounds = Rounds(mode, params, exchange, on_round)
     own.end_with(rounds)
@@ -453,7 +458,7 @@ def rounds_of(rounds: Rounds | None, states: Sequence[State], rank: int, world: 
             f"the state holds no rounds, but the model has sync={rounds.mode.describe()}; load "
             "what sync_state_dict() returned with this mode"
         )
-    if rounds.mode.within > 1 and len(states) > 1:
+    if rounds.mode.part_size > 1 and len(states) > 1:
         raise ValueError(
             f"sync={rounds.mode.describe()} goes on with the same groups of ranks; pass each "
             "rank's own state, and not a list"

@@ -333,6 +333,70 @@ def in_parts(rank, world):
     return rows, stats, _alike(model.parameters())
 
 
+def in_given_parts(rank, world):
+    """Ranks 0 and 3 average gradients, and 1 and 2; both against the parts of `in_parts`."""
+    groups = [dist.new_group(ranks) for ranks in ([3, 0], [1, 2])]
+    model = FastDDP(net(), sync=DiLoCo(3, wire="int4", within=groups[rank in (1, 2)]))
+    step = loop(rank, model, torch.optim.AdamW(model.parameters(), 0.01))
+    rows = []
+    for _ in range(4):
+        step()
+        rows.append(values(model))
+    return rows, model.sync_stats().round_bytes
+
+
+def in_other_order(rank, world):
+    """The same training, where the parts are of ranks that follow each other."""
+    order = [0, 3, 1, 2]  # place of each rank's batches
+    model = FastDDP(net(), sync=DiLoCo(3, wire="int4", within=2))
+    step = loop(order[rank], model, torch.optim.AdamW(model.parameters(), 0.01))
+    rows = []
+    for _ in range(4):
+        step()
+        rows.append(values(model))
+    return rows, model.sync_stats().round_bytes
+
+
+def test_parts_are_the_groups_that_are_given():
+    given, following = run_ranks(in_given_parts, 4), run_ranks(in_other_order, 4)
+    for rank, same in enumerate([0, 2, 3, 1]):
+        rows, sent = given[rank]
+        wanted, wanted_sent = following[same]
+        assert sent == wanted_sent
+        assert all(map(torch.equal, rows, wanted)), rank
+
+
+def wrongly_given(rank, world):
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    elsewhere = {
+        "overlapping": pairs[2] if rank in (0, 2) else pairs[rank // 2],
+        "not a member": pairs[0],
+        "no group": None if rank == 3 else pairs[rank // 2],
+        "a number on one": 2 if rank == 3 else pairs[rank // 2],
+        "sizes": alone if rank == 2 else pairs[rank // 2],
+    }
+    return {
+        case: caught(lambda group=group: FastDDP(net(), sync=LocalSGD(2, within=group)))
+        for case, group in elsewhere.items()
+    }
+
+
+WRONGLY_GIVEN = {
+    "overlapping": "sync: within= of rank",
+    "not a member": "sync: within= is a group that this rank is not in",
+    "no group": "sync: within= is a group that this rank is not in",
+    "a number on one": "within=2",
+    "sizes": "within='a group of 1 ranks'",
+}
+
+
+def test_groups_that_are_no_parts_are_refused_on_every_rank():
+    for found in run_ranks(wrongly_given, 4):
+        for case, words in WRONGLY_GIVEN.items():
+            assert words in found[case], f"{case}: {found[case]}"
+
+
 def test_parts_of_ranks():
     ranks = run_ranks(in_parts, 4)
     for step in range(3):
@@ -449,7 +513,7 @@ REFUSALS = {
     "parts": "within=3 needs groups of equal size, but there are 2 ranks",
     "group": "sync= averages parameters over the ranks of the old process group",
     "patience alone": "patience=1 leaves slow ranks out of averages of parameters",
-    "patience without catch_up": "leaves slow ranks out until they come back, which needs model.catch",
+    "patience without catch_up": "leaves slow ranks out until they come back, which needs model",
     "delayed parameters": "delay_all_reduce_named_params averages gradients at every step",
 }
 
