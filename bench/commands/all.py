@@ -74,6 +74,7 @@ _EVERY = (
     Part("links-slow", 90, "links --links 100mbit --seconds 60", True),
     Part("links-four", 170, "links --links 1gbit --ranks 4 --seconds 60", True),
     Part("links-nodes", 60, f"links --links 1gbit --ranks 4 {NODES} --seconds 30", True),
+    Part("sync", 400, "sync", True),
     Part("overlap", 226, "overlap --links 1gbit,10gbit,loopback --seconds 10", True),
 )
 PARTS = {part.name: part for part in _EVERY}

@@ -15,7 +15,9 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,9 +215,63 @@ class Link:
 
     def sent_bytes(self) -> int:
         """Return this rank's share of the bytes that have left by the device, headers included."""
+        return self.all_sent_bytes() // self.sharers
+
+    def all_sent_bytes(self) -> int:
+        """Return the same of all ranks that share the device."""
         lines = Path("/proc/net/dev").read_text(encoding="utf-8").splitlines()
         mine = next(line for line in lines if line.strip().startswith(f"{self.device}:"))
-        return int(mine.partition(":")[2].split()[8]) // self.sharers
+        return int(mine.partition(":")[2].split()[8])
+
+
+class PeakMeter:
+    """Reads what has left by a link again and again, while it is entered.
+
+    Attributes:
+        most: bytes that have left in any WINDOW seconds at most.
+    """
+
+    WINDOW, PAUSE = 0.1, 0.01
+
+    def __init__(self, link: Link) -> None:
+        self._link, self._ends, self.most = link, threading.Event(), 0.0
+        self._seen: list[tuple[float, int]] = []
+        self._thread = threading.Thread(target=self._read, daemon=True)
+
+    def __enter__(self) -> PeakMeter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ends.set()
+        self._thread.join()
+        self.most = most_within(self._seen, self.WINDOW)
+
+    def _read(self) -> None:
+        while not self._ends.is_set():
+            self._seen.append((time.perf_counter(), self._link.all_sent_bytes()))
+            self._ends.wait(self.PAUSE)
+        self._seen.append((time.perf_counter(), self._link.all_sent_bytes()))
+
+
+def most_within(seen: Sequence[tuple[float, float]], window: float) -> float:
+    """Return the largest growth of a count within `window` seconds, if it grows evenly from one
+    reading to the next.
+
+    Args:
+        seen: times, which increase, and counts.
+    """
+    most, begin = 0.0, 0
+    for moment, count in seen:
+        # The last reading that is as old as the window.
+        while begin + 1 < len(seen) and seen[begin + 1][0] <= moment - window:
+            begin += 1
+        old, before = seen[begin]
+        if old <= moment - window:
+            later, after = seen[begin + 1]
+            before += (after - before) * (moment - window - old) / (later - old)
+        most = max(most, count - before)
+    return most
 
 
 def _shape(holder: str, device: str, rate: str | None) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bench import __main__ as command
+from bench.measure.netns import most_within
 from bench.report import documents
 from examples.common.ranks import USAGE, Group
 from fastsync.testing import run_ranks
@@ -47,6 +48,7 @@ ON_RANKS = {
     "overlap": ("--links", "loopback", "--backward", "1,2", *TINY, *ROUND),
     "parity": ("--models", "small", *TINY, "--wrappers", "fastsync", "--steps", "2"),
     "shares": ("--models", "small,paced", *TINY, "--steps", "1", "--total", "4", "--seconds", "1"),
+    "sync": ("--link", "loopback", *TINY, "--every", "4", "--per-node", "1", *ROUND),
     "step": ("--models", "small", *TINY, *ROUND, *SOME),
     "unused": ("--depth", "4", "--width", "16", *ROUND, "--steps", "1", "--warmup", "3"),
     "zero": ("--models", "small", *TINY, *ROUND),
@@ -171,3 +173,11 @@ def test_documents_name_commands_that_exist():
     for path in [*documents.documents(), ROOT / "Makefile", ROOT / "bench" / "gpu_all.sh"]:
         for name in re.findall(r"-m bench (\w+)", path.read_text()):
             assert name in command.COMMANDS, f"{path.name}: python -m bench {name}"
+
+
+def test_the_most_that_grows_within_a_window():
+    even = [(0.01 * i, 5.0 * i) for i in range(100)]
+    assert most_within(even, 0.1) == pytest.approx(50)
+    burst = [(when, count + 70 * (when > 0.305)) for when, count in even]
+    assert most_within(burst, 0.1) == pytest.approx(120)
+    assert most_within([(0.0, 0.0), (1.0, 500.0)], 0.1) == pytest.approx(50)
