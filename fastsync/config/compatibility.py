@@ -308,7 +308,6 @@ ROWS = (
     Row("sync", "replicas", "ranks have different parameters within a round"),
     Row("sync", "on_skip", "ranks count who has gradients when they send them"),
     Row("sync", "on_preemption", "ranks would save in the middle of a round"),
-    Row("sync", "timeline", "it records steps that synchronise"),
     Row(
         "sync of local gradients",
         "wire",

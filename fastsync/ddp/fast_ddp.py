@@ -344,12 +344,20 @@ class FastDDP(Front):
         self._guards = make_guards(engine, self.module, frozenset(self.parameters_to_ignore))
         self._skips = Skips(engine) if self._policy.may_skip else None
         sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
-        recorder = record_steps(self._timeline, type(self.module).__name__, engine)
         rounds = None
         if mode is not None:
             on_round = partial(_end_of_round, weakref.ref(self))
             elastic = self._policy.elastic is not None
             rounds = make_rounds(mode, named, self.process_group, on_round, nodes, elastic)
+        recorder = record_steps(
+            self._timeline,
+            type(self.module).__name__,
+            engine,
+            self.process_group,
+            None if rounds is None else rounds.count_steps,
+        )
+        if rounds is not None and recorder is not None:
+            rounds.exchange.note = recorder.note
         self.reducer = DDPReducer(engine, logger, recorder, lockstep, sharded, rounds)
         self.logger = logger
         self._passing_sync_batchnorm_handle(self.module)
@@ -422,6 +430,8 @@ class FastDDP(Front):
             self.require_forward_param_sync = sync and reducer.shares_buffers
             always = self._engine.policy.reduces_always
             self._engine.after_forward(find_tensors(output), sync or always)
+            if self._rounds is not None and self.require_backward_grad_sync:
+                self._rounds.note_marks("forward_end", "backward_start")
         else:
             self.require_forward_param_sync = False
         self._clear_grad_buffer()

@@ -24,7 +24,11 @@ from fastsync.reducer.bucket_layout import align_up, dense_layout, slot_layout
 from fastsync.reducer.monitor import awaited, watched
 from fastsync.wire.formats import AnyCodec, Format
 
-__all__ = ["Codes", "Counters", "Exchange", "FlatTensors", "Parts", "Pending"]
+__all__ = ["Codes", "Counters", "Exchange", "FlatTensors", "Note", "Parts", "Pending"]
+
+# Called with a mark, as fastsync/timeline has them, the names of the parameters, bytes that have
+# left this rank, and nanoseconds on the monotonic clock.
+Note = Callable[[str, Sequence[str], int, int], None]
 
 _PLACE = "an average of parameters (sync=)"
 _AGREE = "the comparison of steps (sync=)"
@@ -119,6 +123,11 @@ class Pending:
         self._finish, self._counters = finish, counters
         self._arrived: torch.Tensor | None = None
 
+    @property
+    def arrived(self) -> bool:
+        """Return whether nothing is left to wait for."""
+        return self._arrived is not None
+
     @classmethod
     def known(cls, average: torch.Tensor) -> Pending:
         """Return an average that has arrived, as a checkpoint holds it."""
@@ -151,6 +160,10 @@ class Parts:
     inside: dist.ProcessGroup
 
 
+def _no_note(mark: str, names: Sequence[str], nbytes: int, time: int) -> None:
+    """Record nothing."""
+
+
 class Exchange:
     """Averages over the ranks of a group that no other collective uses.
 
@@ -159,6 +172,9 @@ class Exchange:
         model_group: the group of the model, whose ranks compare what they are about to send.
         device: device of the parameters.
         parts: whose ranks have the same parameters; None: no two ranks have.
+
+    Attributes:
+        note: told of each average, where a timeline records them.
     """
 
     def __init__(
@@ -172,6 +188,7 @@ class Exchange:
         self._parts, self._between = parts, group if parts is None else parts.cross
         self._sends = parts is None or parts.inside.rank() == 0
         self.counters = Counters()
+        self.note: Note = _no_note
 
     def use_group(self, group: dist.ProcessGroup) -> None:
         """Average over other ranks from now on, of which no two have the same parameters."""

@@ -6,12 +6,13 @@ its tensors changes because of it: where a rank has died, all fragments are as b
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from fastsync.config.sync_modes import Delayed, DiLoCo, LocalSGD, SyncMode
-from fastsync.sync.exchange import Codes, Exchange, FlatTensors, Pending
+from fastsync.sync.exchange import Codes, Exchange, FlatTensors, Note, Pending
 
 __all__ = ["Fragment", "FragmentState", "make_fragment"]
 
@@ -34,6 +35,7 @@ class Fragment:
         self.names, self.params, self.due = list(names), params, 0
         self._pending: Pending | None = None
         self._check: Callable[[], None] = lambda: None
+        self._note: Note = lambda *mark: None
 
     @property
     def on_its_way(self) -> bool:
@@ -47,7 +49,10 @@ class Fragment:
             check: raises where the ranks do not send the same; called before the merge.
             due: step after which it is merged.
         """
+        begun, sent = time.monotonic_ns(), exchange.counters.sent_bytes
         self._pending, self._check, self.due = self._start(exchange), check, due
+        self._note = exchange.note
+        self._note("average_started", self.names, exchange.counters.sent_bytes - sent, begun)
 
     def withdraw(self) -> None:
         """Forget what has been sent: nothing has changed."""
@@ -79,9 +84,13 @@ class Fragment:
     def _arrived(self) -> torch.Tensor:
         pending, self._pending = self._pending, None
         assert pending is not None
+        begun, waits = time.monotonic_ns(), not pending.arrived
         self._check()
         average = pending.wait()
         self._check, self._pending = lambda: None, pending
+        if waits:
+            self._note("average_wanted", self.names, 0, begun)
+            self._note("average_arrived", self.names, 0, time.monotonic_ns())
         return average
 
     def _start(self, exchange: Exchange) -> Pending:

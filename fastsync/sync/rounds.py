@@ -12,6 +12,7 @@ is merged.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -93,10 +94,21 @@ class Rounds(StepWatcher):
         loaded = (int(state["steps"]) for state in self._loaded.values())
         return max([*loaded, *(part.steps for part in self._parts.values())], default=0)
 
+    def count_steps(self) -> int:
+        """Return `steps`."""
+        return self.steps
+
     def note_forward(self) -> None:
         """Count a forward outside `no_sync()`."""
         self.forwards += 1
+        self.note_marks("forward_start")
         self._inside.clear()  # a step that raised does not matter any more
+
+    def note_marks(self, *marks: str) -> None:
+        """Record marks of a step with local gradients; the reducer records those of others."""
+        if self.local:
+            for mark in marks:
+                self.exchange.note(mark, (), 0, time.monotonic_ns())
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Prepare the rounds of an optimizer. Collective at its first step.
@@ -116,6 +128,7 @@ class Rounds(StepWatcher):
                     "different times; step after backward(), or leave sync out"
                 )
             self._inside[optimizer] = self._inside.get(optimizer, 0) + 1
+            self.note_marks("backward_end")
             self._part(optimizer)
 
     def replaces(self, optimizer: Optimizer) -> bool:
@@ -136,8 +149,11 @@ class Rounds(StepWatcher):
 
     def _count(self, optimizer: Optimizer) -> None:
         part = self._parts.get(optimizer) or self._part(optimizer)
-        if part.step() and part.number == 0:
-            self._on_round()
+        ends = part.step()
+        if part.number == 0:
+            self.exchange.note("round_end", (), part.steps - 1, time.monotonic_ns())
+            if ends:
+                self._on_round()
 
     def end_round(self) -> None:
         """Average now, whatever has been sent and merged. Collective."""

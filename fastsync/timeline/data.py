@@ -7,6 +7,7 @@ on rank 0's steady clock; durations are seconds.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ __all__ = [
     "Run",
     "by_step",
     "find_slow_ranks",
+    "in_rounds",
     "load",
     "steps_of",
 ]
@@ -166,7 +168,8 @@ class RankStep:
         plan: how many plans had been installed; index of its plan plus 1.
         forwards: start and end of each forward that belongs to it.
         backward_start, backward_end: of the gradients' computation.
-        end: all averages are there.
+        end: all averages of gradients are there; the end of the optimizer's step, where they stay
+            local (`sync`).
         moves: collectives of units.
         accumulating: start and end of each backward before that one that sent nothing.
     """
@@ -200,8 +203,14 @@ class RankStep:
     @property
     def exposures(self) -> tuple[Span, ...]:
         """When averages, or parameters, were missing and nothing was left to compute."""
-        last = [(self.backward_end, self.end)] if self.buckets or self.moves else []
+        gradients = self.buckets or any(m.kind != "average" for m in self.moves)
+        last = [(self.backward_end, self.end)] if gradients else []
         return union((*last, *self.waits()))
+
+    @property
+    def last(self) -> int:
+        """When the last collective that the step waits for was there: after its end with `sync`."""
+        return max([self.end, *(move.arrived for move in self.moves)])
 
     @property
     def exposed(self) -> float:
@@ -284,9 +293,35 @@ def steps_of(rank: int, events: Iterable[Event]) -> dict[int, RankStep]:
     return {number: step for number, step in steps.items() if step is not None}
 
 
+def in_rounds(events: Iterable[Event], rounds: Sequence[Event]) -> list[Event]:
+    """Return the marks of local steps with those of averages, numbered by optimizer steps.
+
+    An average belongs to the step that waits for it, which may come after that which sends it.
+
+    Args:
+        events: those of forwards and backwards, whatever their numbers.
+        rounds: those of averages, and "round_end" at the end of each optimizer step, with its
+            number in place of bytes.
+    """
+    numbers = {time: size for _, mark, _, size, time in rounds if mark == "round_end"}
+    ends, found, on_their_way = sorted(numbers), list[Event](), dict[int, Event]()
+    for _, mark, index, size, time in sorted((*events, *rounds), key=lambda event: event[4]):
+        place = bisect_left(ends, time)
+        number = numbers[ends[place]] if place < len(ends) else numbers[ends[-1]] + 1
+        event = (number, mark, index, size, time)
+        if mark == "average_started":
+            on_their_way[index] = event
+            continue
+        if mark == "average_wanted" and index in on_their_way:
+            found.append((number, *on_their_way.pop(index)[1:]))
+        found.append(event)
+    return found
+
+
 def _step_of(rank: int, number: int, events: Sequence[Event]) -> RankStep | None:
     latest = {mark: (index, time) for _, mark, index, _, time in events}
-    if not {"backward_start", "backward_end", "step_end"} <= latest.keys():
+    end = latest.get("step_end", latest.get("round_end"))
+    if end is None or not {"backward_start", "backward_end"} <= latest.keys():
         return None
     plan, start = latest["backward_start"]
     buckets: dict[int, dict[str, int]] = {}
@@ -303,7 +338,7 @@ def _step_of(rank: int, number: int, events: Sequence[Event]) -> RankStep | None
         forwards=_spans(events, "forward"),
         backward_start=start,
         backward_end=latest["backward_end"][1],
-        end=latest["step_end"][1],
+        end=end[1],
         buckets=tuple(whole),
         moves=moves_of(events),
         accumulating=tuple(s for s in _spans(events, "backward") if s[1] <= start),

@@ -37,6 +37,8 @@ def unit_timings(units: Sequence[UnitInfo], steps: Sequence[RankStep]) -> Iterat
     """Return the times of each unit, over at least one step."""
     for number, info in enumerate(units):
         moves = [[m for m in step.moves if m.unit == number] for step in steps]
+        if any(m.kind == "average" for some in moves for m in some):
+            moves = [some for some in moves if some]  # fragments travel in few steps
         gathers = [[m for m in some if m.kind == "gather"] for some in moves]
         gradients = [[m for m in some if m.kind != "gather"] for some in moves]
         yield UnitTiming(

@@ -25,8 +25,9 @@ __all__ = [
 Event = tuple[int, str, int, int, int]  # step, mark, bucket, unit or plan, bytes, nanoseconds
 Span = tuple[int, int]
 
-# A gather of parameters, a reduction of gradients, and a sum over ranks that have the same shares.
-KINDS = ("gather", "reduction", "sum")
+# A gather of parameters, a reduction of gradients, a sum over ranks that have the same shares, and
+# an average of parameters (`sync=`), whose units are fragments.
+KINDS = ("gather", "reduction", "sum", "average")
 
 
 @dataclass(frozen=True)

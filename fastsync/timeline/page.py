@@ -26,13 +26,16 @@ body { max-width: 1240px; margin: 24px auto; padding: 0 16px; }
 .forward { background: #9aabc4; } .backward { background: #71849f; }
 .exposed { background: #d43f3a; } .waiting { background: #dd9a1f; }
 .late { background: #16788b66; } .all-reduce, .gather, .busy { background: #16788b; }
-.reduction, .sum { background: #7a5ea8; }
+.reduction, .sum, .average { background: #7a5ea8; }
 pre { overflow-x: auto; }
 """
 _LEGEND = (
     *(("forward", "forward"), ("backward", "backward"), ("exposed", "exposed")),
     *(("waiting", "waits for its turn"), ("late", "waits for another rank")),
-    *(("busy", "all-reduce or gather"), ("reduction", "reduction of a unit")),
+    *(
+        ("busy", "all-reduce or gather"),
+        ("reduction", "reduction of a unit, average of a fragment"),
+    ),
 )
 
 
@@ -43,7 +46,8 @@ def html_page(run: Run) -> str:
         ValueError: no step is complete on all ranks.
     """
     summary, text, steps = summarise(run), summary_text(run), by_step(run)
-    typical = min(steps, key=lambda n: abs(step_length(steps[n]) - summary.step))
+    sending = [n for n in steps if steps[n][0].moves] or list(steps)
+    typical = min(sending, key=lambda n: abs(step_length(steps[n]) - summary.step))
     shown = steps[typical][:_RANKS]
     late = summary.straggler and summary.straggler.ranks[0]
     if late is not None and all(step.rank != late for step in shown):
@@ -71,14 +75,15 @@ def _lanes(run: Run, shown: Sequence[RankStep], every: Sequence[RankStep]) -> It
     Args:
         every: the step on all ranks, which tell when the last one has launched a collective.
     """
-    origin, end = min(s.start for s in every), max(s.end for s in every)
+    origin, end = min(s.start for s in every), max(s.last for s in every)
     launched: dict[tuple[str, int, int], int] = {}
     for step in every:
         for key, time in step.launches.items():
             launched[key] = max(launched.get(key, 0), time)
 
     def bar(kind: str, span: Span, title: str) -> str:
-        left, width = (100 * x / (end - origin) for x in (span[0] - origin, span[1] - span[0]))
+        begin = max(span[0], origin)  # an average may have been sent in a step before
+        left, width = (100 * x / (end - origin) for x in (begin - origin, span[1] - begin))
         told = escape(f"{title}\n{_ms(1e-9 * (span[1] - span[0]))}")
         return f'<i class="{kind}" style="left:{left:.3f}%;width:{width:.3f}%" title="{told}"></i>'
 

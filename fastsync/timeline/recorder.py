@@ -12,7 +12,8 @@ import json
 import socket
 import sys
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -25,8 +26,8 @@ from fastsync._torch import backend_name, group_store, resolvable_name
 from fastsync.faults.clocks import ClockOffset, Mailbox, align_clocks
 from fastsync.reducer.buckets import BucketPlan
 from fastsync.reducer.core import make_timeline
-from fastsync.timeline.data import BucketInfo, RankRecord, RankStep, Run, steps_of
-from fastsync.timeline.moves import UnitInfo
+from fastsync.timeline.data import BucketInfo, RankRecord, RankStep, Run, in_rounds, steps_of
+from fastsync.timeline.moves import Event, UnitInfo
 from fastsync.timeline.timeline_policy import TimelinePolicy
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ class Recorder:
         policy: which steps, and where they are written.
         model: what is recorded.
         group: the ranks that are recorded together.
+
+    Attributes:
+        sizes: fp32 bytes of the parameters that averages may be of, by name.
     """
 
     def __init__(
@@ -86,6 +90,9 @@ class Recorder:
         names = zlib.crc32("\n".join(model.parameters).encode())
         self._place = f"timeline/{resolvable_name(group)}/{names}"
         self._timeline = make_timeline(policy.capacity, model.device)
+        self._rounds: deque[Event] = deque(maxlen=policy.capacity)  # marks of averages, by sync=
+        self._fragments: dict[tuple[str, ...], int] = {}
+        self.sizes: Mapping[str, int] = {}
         self._writes = 0
         self._state = "waiting"  # then "recording", then "finished"
 
@@ -109,9 +116,20 @@ class Recorder:
             if policy.path is not None:
                 self.write(policy.path, Env.read().agree_timeout)
 
+    def note(self, mark: str, names: Sequence[str], nbytes: int, time: int) -> None:
+        """Record a mark of an average of parameters, as `Exchange.note` is told of it."""
+        if self._state == "recording":
+            number = self._fragments.setdefault(tuple(names), len(self._fragments)) if names else 0
+            self._rounds.append((0, mark, number, nbytes, time))
+
+    def _events(self) -> list[Event]:
+        events = self._timeline.events()
+        ended = any(mark == "round_end" for _, mark, *_ in self._rounds)
+        return in_rounds(events, self._rounds) if ended else events
+
     def steps(self, last: int = 50) -> list[RankStep]:
         """This rank's latest complete steps, at most `last` of them."""
-        events = self._timeline.events()
+        events = self._events()
         newest = events[-1][0] if events else 0
         recent = (event for event in events if event[0] >= newest - last)
         return list(steps_of(self._rank, recent).values())[-last:]
@@ -160,7 +178,7 @@ class Recorder:
         """Wait for the device, which may be behind by steps, and half of the time at most: the
         others wait for this rank."""
         unfinished = self._timeline.await_events(timeout / 2)
-        events, dropped = tuple(self._timeline.events()), self._timeline.dropped()
+        events, dropped = tuple(self._events()), self._timeline.dropped()
         return RankRecord(self._rank, socket.gethostname(), 0, dropped, events, unfinished)
 
     def _dump(self, path: str, records: Sequence[RankRecord]) -> None:
@@ -173,7 +191,7 @@ class Recorder:
             plans=tuple(self._plan(plan) for plan in self._model.plans),
             ranks=tuple(records),
             missing=tuple(sorted(set(range(self._world)) - {r.rank for r in records})),
-            units=tuple(self._model.units),
+            units=tuple(self._model.units) or tuple(map(self._fragment, self._fragments)),
         )
         try:
             run.dump(Path(path))
@@ -181,6 +199,10 @@ class Recorder:
             _say(f"rank {self._rank} could not write the timeline: {error}")
         else:
             _say(f"wrote {path}; look at it with: python -m fastsync.timeline {path}")
+
+    def _fragment(self, names: tuple[str, ...]) -> UnitInfo:
+        size = sum(self.sizes[name] for name in names)
+        return UnitInfo(f"fragment of {names[0]}", names, size, "fp32")
 
     def _plan(self, plan: BucketPlan) -> tuple[BucketInfo, ...]:
         names = self._model.parameters
@@ -201,14 +223,44 @@ class Recorder:
                 _say(f"rank {self._rank} could not hand over its timeline: {error}")
 
 
-def record_steps(policy: TimelinePolicy | None, model: str, engine: Engine) -> Recorder | None:
-    """Record every step of `engine`, which trains a `model`; None: no step."""
+@dataclass(frozen=True)
+class _LocalSteps:
+    """Steps of optimizers, where gradients may stay local."""
+
+    made: Callable[[], int]
+    core: Steps
+
+    def steps(self) -> int:
+        return self.made()
+
+    def set_timeline(self, timeline: Timeline | None) -> None:
+        self.core.set_timeline(timeline)
+
+
+def record_steps(
+    policy: TimelinePolicy | None,
+    model: str,
+    engine: Engine,
+    group: dist.ProcessGroup,
+    made: Callable[[], int] | None,
+) -> Recorder | None:
+    """Record every step of an engine, if there is a policy.
+
+    Args:
+        model: its name.
+        group: the ranks that are recorded.
+        made: returns how many steps optimizers have made, where gradients may stay local.
+    """
     if policy is None:
         return None
     names = tuple(param.name for param in engine.params)
     device = engine.params[0].tensor.device
-    recorder = Recorder(policy, RecordedModel(model, names, device, engine.plans), engine.group)
-    engine.on_step = recorder.before_step
+    recorder = Recorder(policy, RecordedModel(model, names, device, engine.plans), group)
+    recorder.sizes = {param.name: 4 * param.tensor.numel() for param in engine.params}
+    if made is None:
+        engine.on_step = recorder.before_step
+    else:
+        engine.on_step = lambda core: recorder.before_step(_LocalSteps(made, core))
     return recorder
 
 

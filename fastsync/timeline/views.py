@@ -61,7 +61,7 @@ class Summary:
 
 def step_length(steps: Sequence[RankStep]) -> float:
     """Return the seconds from the first rank's forward to the last rank's averages."""
-    return 1e-9 * (max(s.end for s in steps) - min(s.start for s in steps))
+    return 1e-9 * (max(s.last for s in steps) - min(s.start for s in steps))
 
 
 def summarise(run: Run) -> Summary:
@@ -78,7 +78,8 @@ def summarise(run: Run) -> Summary:
             "reduction"
         )
     every = [step for ranks in steps.values() for step in ranks]
-    latest = list(steps.values())[-1][0]
+    # With sync= many steps send nothing, or only gradients.
+    latest = max((ranks[0] for ranks in reversed(steps.values())), key=lambda s: len(s.moves))
     return Summary(
         steps=len(steps),
         step=median(step_length(ranks) for ranks in steps.values()),

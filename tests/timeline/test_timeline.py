@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastsync import FastDDP, RankMismatchError, TimelinePolicy, timeline
+from fastsync import DiLoCo, FastDDP, LocalSGD, RankMismatchError, TimelinePolicy, timeline
 from fastsync.testing import run_ranks
 from fastsync.timeline.data import by_step, find_slow_ranks, load
 from fastsync.timeline.page import html_page
@@ -292,3 +292,53 @@ def test_many_ranks_show_the_straggler():
     ranks = (*others, replace(run.ranks[1], rank=11))
     page = html_page(replace(run, world_size=12, ranks=ranks))
     assert page.count("<h3>") == 8 and "<h3>Rank 11</h3>" in page
+
+
+def record_rounds(rank, world, path, mode):
+    model = FastDDP(Sleeper(), sync=mode, timeline=TimelinePolicy(path, skip=2, steps=8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(11):
+        optimizer.zero_grad()
+        model(torch.ones(4, 32)).sum().backward()
+        optimizer.step()
+    stats = model.sync_stats()
+    return stats.recorded_steps, stats.compute_time, stats.rounds
+
+
+NUMEL = 3 * (32 * 32 + 32)
+# Number of ranks; by the step of an average's arrival, the bytes that leave rank 0 for it.
+AVERAGES = {
+    "at once": (LocalSGD(4), 2, {3: 4 * NUMEL, 7: 4 * NUMEL}),
+    "streaming": (
+        DiLoCo(4, fragments=2, overlap=1),
+        2,
+        {4: 4 * 1088, 6: 4 * 2080, 8: 4 * 1088},  # that of step 2 was sent before the window
+    ),
+    "parts": (DiLoCo(4, within=2), 4, {3: 4 * NUMEL, 7: 4 * NUMEL}),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_averages_of_rounds_are_recorded(name, tmp_path):
+    mode, world, wanted = AVERAGES[name]
+    path = tmp_path / "run.json"
+    for recorded, computing, averages in run_ranks(record_rounds, world, str(path), mode):
+        assert recorded == 8 and computing > 0 and averages >= len(wanted)
+    run = load(path)
+    steps = by_step(run)
+    assert list(steps) == list(range(2, 10))
+    for number, ranks in steps.items():
+        assert sum(m.bytes for m in ranks[0].moves) == wanted.get(number, 0)
+        for step in ranks:
+            assert bool(step.moves) == (number in wanted)
+            assert step.forwards and step.forwards[0][0] < step.backward_start
+            for move in step.moves:
+                before = step.start if name == "streaming" else move.started
+                assert move.started <= before <= move.wanted <= move.arrived
+                assert run.units[move.unit].parameters
+                assert step.backward_end < move.wanted
+            assert bool(step.buckets) == (name == "parts")
+    assert "average" in summary_text(run)
+    assert html_page(run).count('class="average"')
+    trace = perfetto_trace(run)["traceEvents"]
+    assert sum(e["name"] == "average" for e in trace) == world * len(wanted)
