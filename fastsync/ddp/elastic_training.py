@@ -497,7 +497,8 @@ class Elastic:
         new = [rank for rank in self.now.ranks if rank not in before.ranks]
         verbs = ("is back" if rank < self._started else "has joined" for rank in new)
         said = [lost, *(f"rank {rank} {verb}" for rank, verb in zip(new, verbs, strict=True))]
-        words = "; ".join(filter(None, said)) or "a rank that was being taken in has ended"
+        nothing = "a rank that was being taken in has ended, or one was late"
+        words = "; ".join(filter(None, said)) or nothing
         left, step = list(self.now.ranks), self.now.since
         _log.warning("fastsync: %s. Ranks %s go on with step %d", words, left, step)
 

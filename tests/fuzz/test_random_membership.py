@@ -33,6 +33,13 @@ def drawn_mode(rng):
     return ["DiLoCo", arguments]
 
 
+def drawn_late(rng, world, doomed, mode):
+    """Return steps in which ranks are late, of which one that does not die is none."""
+    others = rng.sample(sorted({*range(world)} - {*doomed}), world - len(doomed))[1:]
+    begin = max(1, mode[1].get("warmup", 0)) + 1  # all wait for each other in the first step
+    return {rank: [rng.randint(begin, 10)] for rank in others if rng.random() < 0.3}
+
+
 def drawn(number):
     """Return the case of a number, as arguments of a job."""
     rng = random.Random(number)
@@ -46,14 +53,19 @@ def drawn(number):
     # A step may end with two averages, and members tell of no death between these.
     if any(step == end or not isinstance(place, str) for _, step, place in deaths):
         end = 0
+    mode = drawn_mode(rng)
+    late = drawn_late(random.Random(f"late {number}"), world, doomed, mode)
     return {
+        "late": late,
+        "patience": 5 if late else None,
+        "asks": number % 2 == 0,
         "world": world,
-        "mode": drawn_mode(rng),
+        "mode": mode,
         "deaths": deaths,
         "joins": joins,
         "joins_after": [round(rng.uniform(0, 1), 2) for _ in range(joins)],
         "returns": int(len(deaths) == 1 and not joins and deaths[0][2] == "forward"),
-        "end_at": end,
+        "end_at": 0 if late else end,  # which would wait for those that are late
         "make": rng.choice(["sgd", "adamw"]),
     }
 

@@ -59,15 +59,15 @@ CASES = {
     "joins-coded": {"mode": CODED, "joins": 2, "world": 2},
     "comes-back": {"mode": CODED, "deaths": [(1, 4, "forward")], "returns": 1},
     "comes-back-fragments": {"mode": STREAMING, "deaths": [(0, 6, "sum")], "returns": 1},
-    "late": {"mode": LOCAL, "late": {1: [4]}, "patience": 2},
-    "late-until-forward": {"mode": CODED, "late": {2: [6]}, "patience": 2, "asks": False},
-    "late-first": {"mode": CODED, "late": {0: [3, 120]}, "patience": 2, "steps": 126},
-    "late-fragment": {"mode": STREAMING, "late": {2: [6], 3: [6]}, "patience": 2, "world": 4},
+    "late": {"mode": LOCAL, "late": {1: [4]}, "patience": 5},
+    "late-until-forward": {"mode": CODED, "late": {2: [6]}, "patience": 5, "asks": False},
+    "late-first": {"mode": CODED, "late": {0: [3, 120]}, "patience": 5, "steps": 126},
+    "late-fragment": {"mode": STREAMING, "late": {2: [6], 3: [6]}, "patience": 5, "world": 4},
     "late-and-death": {
         "mode": LOCAL,
         "late": {1: [4]},
         "deaths": [(2, 6, "sum")],
-        "patience": 2,
+        "patience": 5,
         "world": 4,
     },
 }
@@ -252,7 +252,10 @@ def outcomes(tmp_path_factory, request):
 
 
 @pytest.mark.slow(
-    but=("average-coded", "arrived-on-one", "arrived-on-one-fragments", "joins-coded")
+    but=(
+        *("average-coded", "arrived-on-one", "arrived-on-one-fragments"),
+        *("joins-coded", "late-fragment"),
+    )
 )
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_are_those_of_the_ranks_that_have_come(outcomes, case):

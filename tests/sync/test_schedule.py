@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fastsync import Delayed, DiLoCo, LocalSGD, TopK, Wire
+from fastsync import Delayed, DiLoCo, ElasticPolicy, LocalSGD, TopK, Wire
 from fastsync.config.sync_modes import sync_mode
 from fastsync.sync.schedule import Schedule, cut
 
@@ -44,6 +44,12 @@ def test_settings_that_make_no_sense(case):
     with pytest.raises((TypeError, ValueError), match=r"sync|wire") as caught:
         make()
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("patience", [0, -1.0, math.inf, math.nan, "1"])
+def test_patience_that_makes_no_sense(patience):
+    with pytest.raises((TypeError, ValueError), match="elastic: patience must be"):
+        ElasticPolicy(patience=patience)
 
 
 def test_modes_by_name():
