@@ -228,9 +228,11 @@ class Training:
             self.complete = now[0]
 
     def all_are_there(self):
-        those = {*range(self.job.world if self.job.joins else 0, self.job.world + self.job.joins)}
-        if not self.job.returns:
-            those -= {rank for rank, *_ in self.job.deaths}
+        job = self.job
+        first = job.world if job.joins and not job.late else 0
+        those = {*range(first, job.world + job.joins)}
+        if not job.returns:
+            those -= {rank for rank, *_ in job.deaths}
         return those <= {*self.model.elastic.ranks}
 
 
