@@ -17,6 +17,7 @@ from fastsync import (
     Faults,
     LocalSGD,
     RankMismatchError,
+    testing,
 )
 from tests.helpers.teams import run_ranks
 from tests.sync.test_modes import batch, loop, net
@@ -476,9 +477,6 @@ def refused(rank, world):
     local = wrap(LocalSGD(2))
     state = wrap(DiLoCo(2)).sync_state_dict()
     plain = FastDDP(net())
-    patient = Faults(elastic=ElasticPolicy(patience=1))
-    late = FastDDP(net(), sync=LocalSGD(1), faults=patient)
-    slow = torch.optim.SGD(late.parameters(), 0.1)
     return {
         "modes": caught(lambda: wrap(LocalSGD(2 + rank))),
         "one rank": caught(lambda: wrap(None if rank else "diloco:2")),
@@ -489,8 +487,6 @@ def refused(rank, world):
         "state of a mode": caught(lambda: plain.load_sync_state_dict(state)),
         "parts": caught(lambda: wrap(LocalSGD(2, within=3))),
         "group": caught(lambda: local._update_process_group(dist.group.WORLD)),
-        "patience alone": caught(lambda: FastDDP(net(), faults=patient)),
-        "patience without catch_up": caught(step_of(late, slow)),
         "delayed parameters": caught(
             lambda: FastDDP(
                 (module := net()),
@@ -512,8 +508,6 @@ REFUSALS = {
     "state of a mode": "but the model averages gradients at every step; wrap it with that mode",
     "parts": "within=3 needs groups of equal size, but there are 2 ranks",
     "group": "sync= averages parameters over the ranks of the old process group",
-    "patience alone": "patience=1 leaves slow ranks out of averages of parameters",
-    "patience without catch_up": "leaves slow ranks out until they come back, which needs model",
     "delayed parameters": "delay_all_reduce_named_params averages gradients at every step",
 }
 
@@ -522,3 +516,16 @@ def test_requests_that_are_refused_on_every_rank():
     for found in run_ranks(refused, 2):
         for case, words in REFUSALS.items():
             assert words in found[case], f"{case}: {found[case]}"
+
+
+def without_catch_up(rank, world):
+    patient = Faults(elastic=ElasticPolicy(patience=1))
+    alone = caught(lambda: FastDDP(net(), faults=patient))
+    model = FastDDP(net(), sync=LocalSGD(1), faults=patient)
+    return alone, caught(loop(rank, model, torch.optim.SGD(model.parameters(), 0.1)))
+
+
+def test_patience_needs_rounds_and_a_way_back():
+    for alone, step in testing.run_ranks(without_catch_up, 2):  # not ranks that others share
+        assert "patience=1 leaves slow ranks out of averages of parameters" in alone
+        assert "leaves slow ranks out until they come back, which needs model.catch_up" in step
