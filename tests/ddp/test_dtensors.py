@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -14,8 +15,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fastsync import FastDDP, Wire
+from fastsync import FastDDP, Group, Wire
 from fastsync.testing import run_ranks
+from tests.helpers import parallel_models
+from tests.helpers.parallel_models import Experts
 
 STEPS = 50
 
@@ -88,6 +91,61 @@ def test_weights_are_those_of_one_process(by_mesh, options):
         assert kinds["up.weight"] == "DTensor"
         for name, param in net.named_parameters():
             torch.testing.assert_close(weights[name], param.detach(), rtol=1e-9, atol=1e-9)
+
+
+# What `parallelize_module` cuts of `Experts`: the layers of all tokens, and those of an expert.
+DENSE = {
+    "first": ColwiseParallel(output_layouts=Replicate()),
+    "last": RowwiseParallel(input_layouts=Replicate()),
+}
+EXPERT = {"experts.all.0": ColwiseParallel(), "experts.all.2": RowwiseParallel()}
+
+
+def wrap_cut_experts(net, mesh):
+    """Cut the experts as the rest. No two ranks have the same part of one."""
+    parallelize_module(net, mesh["tp"], {**DENSE, **EXPERT})
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    experts = Group(alone, divisor=2)
+    return FastDDP(net, process_group=mesh.get_group("ep"), groups={"experts.*": experts})
+
+
+def wrap_whole_experts(net, mesh):
+    """Leave the experts whole: ranks that share the layers of all tokens have the same one."""
+    parallelize_module(net, mesh["tp"], DENSE)
+    same = Group(mesh.get_group("tp"), divisor=4)
+    part = mesh.get_group("ep")
+    return FastDDP(net, groups={"experts.*": same, "first.*": part, "last.weight": part})
+
+
+def train_experts(rank, world, wrap):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    net = Experts(mesh.get_group("ep"), rank // 2)
+    model = wrap(net, mesh)
+    optimizer = optimizer_of(net)
+    for step in range(STEPS):
+        x, y = parallel_models.samples(step, rank // 2)
+        optimizer.zero_grad()
+        (model(x, step) - y).square().mean().backward()
+        optimizer.step()
+    return {name: whole(param).detach() for name, param in net.named_parameters()}
+
+
+@pytest.mark.slow(but=("cut",))
+@pytest.mark.parametrize("wrap", [wrap_cut_experts, wrap_whole_experts], ids=["cut", "whole"])
+def test_experts_beside_tensor_parallelism_are_those_of_one_process(wrap):
+    net = Experts()
+    optimizer = optimizer_of(net)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for replica in range(2):
+            x, y = parallel_models.samples(step, replica)
+            ((net(x, step) - y).square().mean() / 2).backward()
+        optimizer.step()
+    right = {name: param.detach() for name, param in net.named_parameters()}
+    for rank, weights in enumerate(run_ranks(train_experts, 4, wrap)):
+        for name, weight in weights.items():
+            wanted = right[name.replace("all", str(rank // 2))]
+            torch.testing.assert_close(weight, wanted, rtol=1e-9, atol=1e-9, msg=f"{rank} {name}")
 
 
 def replicate(rank, world):
