@@ -23,10 +23,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from fastsync._torch import is_dtensor
 from fastsync._torch.tracing import (
     FakeTensorMode,
     TorchDispatchMode,
@@ -48,6 +50,11 @@ __all__ = [
 Loss = Callable[[object, torch.Tensor], torch.Tensor]
 _WIDE = torch.float32.itemsize
 _CHANNELS = 8  # of a block, at least
+_PLAIN = (
+    "the planner knows averages over all ranks alone, neither tensor parallelism nor groups: "
+    "return the plain model that one rank has, with --gpus as the number of ranks that have the "
+    "same one"
+)
 
 
 class TraceError(ValueError):
@@ -219,6 +226,26 @@ def _explained(what: str) -> Iterator[None]:
         log.disabled = before
 
 
+def _built(build: Callable[[], nn.Module]) -> nn.Module:
+    """Return what `build` returns, if it is a model that every rank has.
+
+    Raises:
+        TraceError: ranks have different parts of it.
+    """
+    try:
+        module = build()
+    except TraceError:
+        raise
+    except Exception as error:
+        if dist.is_initialized() or "process group" in str(error):
+            raise TraceError(f"the model needs process groups; {_PLAIN}") from error
+        raise
+    for name, param in module.named_parameters():
+        if is_dtensor(param):
+            raise TraceError(f"{name!r} is a DTensor; {_PLAIN}")
+    return module
+
+
 def _without_memory(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Return the module with parameters and buffers that are fake and on the CPU; ties are kept.
 
@@ -291,7 +318,7 @@ def trace_model(
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         with _explained("the model"):
-            module = _without_memory(build(), dtype).train()
+            module = _without_memory(_built(build), dtype).train()
             given = _make_batch(module, batch)
         blocks = find_blocks(module)
         if checkpointing:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from fastsync.planner.command import main
 from fastsync.planner.quantities import count, gigabytes, nbytes, rate, seconds, shape
@@ -208,6 +209,41 @@ def test_numbers_of_gpus_are_compared_in_any_order(capsys):
 def test_models_that_are_none_are_named(train, capsys):
     assert plan("--model", f"{train}:no_model", "--batch", "2x2") == 2
     assert "returned a int, no nn.Module" in capsys.readouterr().err
+
+
+PARALLEL = """
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+mesh = init_device_mesh("cpu", (1,))
+
+def cut():
+    net = nn.Linear(8, 8)
+    net.weight = nn.Parameter(DTensor.from_local(net.weight.detach(), mesh, [Shard(0)]))
+    return net
+
+def parallel():
+    init_device_mesh("cpu", (1, 1))
+    return nn.Linear(8, 8)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "told"), [("cut", "'weight' is a DTensor; "), ("parallel", "process groups; ")]
+)
+def test_models_of_which_ranks_have_parts_are_refused(function, told, tmp_path, capsys):
+    path = tmp_path / "parallel_train_of_test.py"
+    path.write_text(PARALLEL)
+    try:
+        assert plan("--model", f"{path}:{function}", "--batch", "2x8") == 2
+    finally:
+        dist.destroy_process_group()
+    text = capsys.readouterr().err
+    assert f"{told}the planner knows averages over all ranks alone" in text
 
 
 @pytest.mark.parametrize(
