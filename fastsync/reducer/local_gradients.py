@@ -41,7 +41,7 @@ class LocalGradients:
             local = local_of(param).detach()
             self.tensors.append(local)
             self._pairs.append((param, local))
-            if param.requires_grad:
+            if param.is_floating_point() or param.is_complex():
                 handles.append(_hook(param, local))
         weakref.finalize(self, _remove, handles).atexit = False
 
@@ -58,9 +58,12 @@ class LocalGradients:
 
 
 def _hook(param: DTensor, local: torch.Tensor) -> RemovableHandle:
+    trained = param.requires_grad
+    param.requires_grad_(True)  # torch takes no hook of a frozen one, which may be trained later
     hook: RemovableHandle = param.register_post_accumulate_grad_hook(
         lambda accumulated: _take(accumulated, local)
     )
+    param.requires_grad_(trained)
     return hook
 
 

@@ -203,6 +203,33 @@ def test_layers_that_one_replica_uses_get_half_of_its_gradient():
         assert found[2] is None
 
 
+def unfrozen_later(rank, world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = cut(Net(), mesh["tp"])
+    net.up.weight.requires_grad_(False)
+    model = FastDDP(net, process_group=mesh.get_group("dp"))
+    found = []
+    for step in range(3):
+        net.up.weight.requires_grad_(step > 0)
+        model.zero_grad()
+        model(samples(step, rank // 2)).square().mean().backward()
+        found.append(net.up.weight.grad)
+    return [None if grad is None else whole(grad) for grad in found]
+
+
+def test_one_that_is_unfrozen_after_wrapping_is_averaged():
+    net = Net()
+    right = []
+    for step in range(3):
+        net.zero_grad()
+        for replica in range(2):
+            (net(samples(step, replica)).square().mean() / 2).backward()
+        right.append(net.up.weight.grad)
+    for first, *later in run_ranks(unfrozen_later, 4):
+        assert first is None
+        torch.testing.assert_close(later, right[1:])
+
+
 class Norm(nn.Module):
     """A norm of rows that are cut over the mesh, so that its gradients are to be summed."""
 
