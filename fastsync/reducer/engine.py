@@ -113,6 +113,7 @@ class Engine:
         self.during: Callable[[Callable[[], None]], None] = lambda task: task()
         self.weights: MeanWeights | None = None
         self._divisor = float(group.size())
+        self._watch_backwards()
         me = weakref.ref(self)
         self.core.on_plan_due(lambda: _end_step(me))
         # Autograd reaches the last registered layers first.
@@ -177,9 +178,6 @@ class Engine:
 
     def _follow_advice(self, prepare: Callable[[], core.ForwardAdvice]) -> None:
         """Do what the reducer asks for before a step."""
-        if self._locals is not None:
-            self._locals.begin()
-            self.core.at_end(self._locals.finish)
         with self.unused.naming_replaced():
             advice = prepare()
         if advice.unused:
@@ -276,9 +274,32 @@ class Engine:
             weights.start(backwards, engine()._divisor)
             engine().core.at_end(weights.note_mean)
 
-        self.core.use_weights(begin_backward, start, weights.scale)
+        self._watch_backwards(begin_backward, start, weights.scale)
         self.weights = weights
         return weights
+
+    def _watch_backwards(
+        self,
+        begin: Callable[[bool], list[int]] | None = None,
+        start: Callable[[int], None] | None = None,
+        scale: Callable[[], float | torch.Tensor] | None = None,
+    ) -> None:
+        """Let the reducer call these, as `MeanWeights` says, around what DTensors need."""
+        its = self._locals
+        if its is None:
+            self.core.use_weights(begin, start, scale)
+            return
+        me = weakref.ref(self)
+
+        def start_locally(backwards: int) -> None:
+            alive = me()
+            assert alive is not None, "a backward of a model that is gone"
+            its.begin()
+            alive.core.at_end(its.finish)  # before what `start` has called at the end
+            if start is not None:
+                start(backwards)
+
+        self.core.use_weights(begin, start_locally, scale)
 
     def graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return the groups of parameters at which torch.compile splits a graph, one for each
@@ -313,7 +334,7 @@ class Engine:
         if self.weights is not None:
             self.weights.divides = None
         self.weights = None
-        self.core.use_weights(None, None, None)
+        self._watch_backwards()
         self._divisor = float(group.size())
         self.core.use_group(resolvable_name(group))
         open_watch(group)

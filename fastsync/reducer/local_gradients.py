@@ -46,15 +46,18 @@ class LocalGradients:
         weakref.finalize(self, _remove, handles).atexit = False
 
     def begin(self) -> None:
-        """Take the gradients that the parameters have before a forward."""
+        """Take the gradients that the parameters have as a backward begins: scripts may have
+        changed them since the forward.
+        """
         for param, local in self._pairs:
             _take(param, local)
 
     def finish(self) -> None:
-        """Give the averages of other ranks' gradients to parameters that had none."""
+        """Give averages that came into other memory to their parameters, and keep none alive."""
         for param, local in self._pairs:
-            if param.grad is None and local.grad is not None:
-                param.grad = make_dtensor(local.grad, spec_of(param))
+            grad, local.grad = local.grad, None
+            if grad is not None and (param.grad is None or local_of(param.grad) is not grad):
+                param.grad = make_dtensor(grad, spec_of(param))
 
 
 def _hook(param: DTensor, local: torch.Tensor) -> RemovableHandle:

@@ -230,6 +230,30 @@ def test_one_that_is_unfrozen_after_wrapping_is_averaged():
         torch.testing.assert_close(later, right[1:])
 
 
+def changed_in_between(rank, world, is_cut):
+    """Change gradients between forward and backward; rank 1 does not use all layers then."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    net = cut(Net(), mesh["tp"]) if is_cut else Net()
+    model = FastDDP(net, process_group=mesh.get_group("dp"))
+    found = []
+    for change, used in ((None, False), (None, True), (0.5, True)):
+        model(samples(0, rank)).square().mean().backward()
+        loss = model(samples(1, rank), used=used and rank == 0).square().mean()
+        for param in net.parameters():
+            param.grad = None if change is None else param.grad * change
+        loss.backward()
+        grad = net.up.weight.grad
+        found.append(None if grad is None else whole(grad).clone())
+    return found
+
+
+def test_gradients_that_change_after_the_forward_are_those_of_plain_tensors():
+    plain, cut_ones = (run_ranks(changed_in_between, 2, is_cut) for is_cut in (False, True))
+    for wanted, found in zip(plain, cut_ones, strict=True):
+        assert wanted[0] is None and found[0] is None
+        torch.testing.assert_close(found[1:], wanted[1:])
+
+
 class Norm(nn.Module):
     """A norm of rows that are cut over the mesh, so that its gradients are to be summed."""
 
