@@ -9,6 +9,7 @@ from fastsync._torch.composable import is_replicated, register_sharded
 from fastsync._torch.dtensors import (
     DTensorSpec,
     cut_like,
+    even_numel,
     is_dtensor,
     local_gradient,
     local_of,
@@ -121,6 +122,7 @@ __all__ = [
     "creation_number",
     "cut_like",
     "default_group",
+    "even_numel",
     "find_tensors",
     "first_state",
     "flatten",

@@ -17,6 +17,7 @@ from torch.utils.dlpack import from_dlpack
 __all__ = [
     "DTensorSpec",
     "cut_like",
+    "even_numel",
     "is_dtensor",
     "local_gradient",
     "local_of",
@@ -114,6 +115,17 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
+
+
+def even_numel(tensor: torch.Tensor) -> int:
+    """Return the real elements of a rank's part of a DTensor, if all parts were of one size."""
+    spec = spec_of(tensor)
+    parts = math.prod(
+        size
+        for size, placement in zip(spec.mesh.shape, spec.placements, strict=True)
+        if not placement.is_replicate()
+    )
+    return -(-tensor.numel() * (2 if tensor.is_complex() else 1) // parts)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

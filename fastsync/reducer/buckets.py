@@ -76,6 +76,8 @@ class ParamSpec:
         group: which ranks average it: 0 for those of the process group, else the position in
             `SyncPolicy.groups`, from 1 on. Such parameters have buckets of their own.
         local: it is the local tensor of a DTensor, whose gradient keeps its memory.
+        counted: elements by which buckets are filled, where ranks that fill the same buckets have
+            parts of it that differ in size.
     """
 
     index: int
@@ -88,6 +90,7 @@ class ParamSpec:
     shard: ShardSlot | None = None
     group: int = 0
     local: bool = False
+    counted: int | None = None
 
     @classmethod
     def of(
@@ -99,7 +102,7 @@ class ParamSpec:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return (self.numel if self.counted is None else self.counted) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 
 from fastsync._build.env import Env
-from fastsync._torch import backward_is_running, is_dtensor, resolvable_name, without_modes
+from fastsync._torch import (
+    backward_is_running,
+    even_numel,
+    is_dtensor,
+    resolvable_name,
+    without_modes,
+)
 from fastsync.config.policy import BucketPolicy, SyncPolicy
 from fastsync.config.topology import Network
 from fastsync.faults.rendezvous import Rendezvous
@@ -490,7 +496,8 @@ class Engine:
         spec = ParamSpec.of(index, tensor, param.sparse, wire.codec_for(param.name))
         shard = self.shares.place(index) if self.policy.shardable else None
         local, group = tensor is not param.tensor, self._group_of.get(param.name, 0)
-        return replace(spec, shard=shard, group=group, local=local)
+        counted = even_numel(param.tensor) if local else None
+        return replace(spec, shard=shard, group=group, local=local, counted=counted)
 
     def _regroup(self) -> None:
         """Take a recent plan or make a new one: other parameters are trained than are planned.

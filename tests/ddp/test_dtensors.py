@@ -148,6 +148,46 @@ def test_experts_beside_tensor_parallelism_are_those_of_one_process(wrap):
             torch.testing.assert_close(weight, wanted, rtol=1e-9, atol=1e-9, msg=f"{rank} {name}")
 
 
+class Uneven(nn.Module):
+    """Layers of which the last one cannot be cut into equal parts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 5)
+        self.double()
+
+    def forward(self, x):
+        return self.last(self.second(self.first(x)))
+
+
+def with_uneven_parts(rank, world):
+    """Average all plain parameters over all ranks, in buckets whose caps the largest part fills."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = Uneven()
+    last = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(net, mesh["tp"], {"last": last})
+    caps = [90 / 2**20, 1.0]
+    groups = {"last.*": mesh.get_group("dp")}
+    model = FastDDP(net, groups=groups, bucket_cap_mb_list=caps)
+    for step in range(2):
+        model.zero_grad()
+        model(samples(step, rank // 2)).square().mean().backward()
+    plan = [bucket.params for bucket in model._engine.plan.buckets]
+    return plan, {name: whole(param.grad) for name, param in net.named_parameters()}
+
+
+def test_parts_of_unequal_size_fill_buckets_alike():
+    net = Uneven()
+    for replica in range(2):
+        (net(samples(1, replica)).square().mean() / 2).backward()
+    (plan, _), *others = found = run_ranks(with_uneven_parts, 4)
+    assert all(other == plan for other, _ in others)
+    for _, grads in found:
+        for name, param in net.named_parameters():
+            torch.testing.assert_close(grads[name], param.grad)
+
+
 def replicate(rank, world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     net = cut(Net(seed=rank // 2), mesh["tp"])
