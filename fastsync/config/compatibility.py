@@ -249,6 +249,7 @@ ROWS = (
     Row(
         "DTensors", _PLAIN, "it works on plain tensors", "use fully_shard beside tensor parallelism"
     ),
+    Row("DTensors", "join", "the last rank to join sends its parameters as plain tensors", _INPUTS),
     Row("groups", "sync", "rounds average over all ranks"),
     Row("groups", "elastic", "parameters may die with their ranks"),
     Row("groups", "on_skip", "contributors are counted over all ranks"),

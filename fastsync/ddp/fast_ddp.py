@@ -455,7 +455,8 @@ class FastDDP(Front):
 
     def _check_join(self) -> None:
         saves = self._saves is not None
-        compatibility.check(Setup(self._policy, join=True, on_preemption=saves))
+        dtensors = any(map(is_dtensor, self.parameters()))
+        compatibility.check(Setup(self._policy, join=True, on_preemption=saves, dtensors=dtensors))
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         super()._sync_final_model(is_last_joiner)
