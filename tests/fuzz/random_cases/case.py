@@ -6,7 +6,7 @@ import zlib
 import torch
 
 from tests.fuzz.random_cases import rule
-from tests.fuzz.random_cases.drawing import draw, with_groups
+from tests.fuzz.random_cases.drawing import draw, may_be_cut, with_dtensors, with_groups
 from tests.fuzz.random_cases.endings import LAYERS_CHANGE, change_layers, layers_change
 from tests.fuzz.random_cases.stages import BEFORE, STEPS, accumulate, applicable
 from tests.fuzz.random_cases.tree import Tree
@@ -23,13 +23,17 @@ class Case:
     """
 
     def __init__(self, seed, seat, note):
-        self.seat = seat
         self.note = note
         self.layers_change = layers_change(seed)
         self.rng = random.Random(seed)  # the same on every rank
+        drawn = draw(self.rng, seat.world)
+        apart = random.Random(f"meshes of {seed}")
+        if may_be_cut(drawn) and apart.random() < 0.25:
+            seat, drawn = apart.choice(seat.folded), with_dtensors(drawn, seed)
+        self.seat = seat
         self.mine = random.Random(1000 * seed + seat.rank + 1)  # this rank's own
         torch.default_generator.manual_seed(seed)
-        first = self.add(with_groups(draw(self.rng, seat.world), seed))
+        first = self.add(with_groups(drawn, seed, seat.world))
         self.models = [first]
         way = self.rng.choice(("alone",) * 5 + ("another", "shared"))
         if way == "another":
@@ -37,6 +41,7 @@ class Case:
             self.models.append(self.add(draw(self.rng, seat.world), group))
         elif way == "shared" and first.drawn.theme == "plain":
             drawn = draw(self.rng, seat.world, "plain")
+            drawn = with_dtensors(drawn, seed) if first.drawn.cuts else drawn
             self.models.append(self.add(drawn, twins=first.twins))
             for model in self.models:
                 model.siblings = [other for other in self.models if other is not model]
@@ -48,7 +53,12 @@ class Case:
             self.note("comparing")
         if drawn.grouped:
             self.note("groups")
-        twins = twins or Twins(Tree(self.rng, drawn), self.rng, self.mine)
+        if twins is None:
+            tree = Tree(self.rng, drawn)
+            if drawn.cuts is not None:
+                self.note(f"DTensors over {self.seat.mesh.size()} of {self.seat.world} times that")
+                tree.cut(self.seat.mesh, random.Random(drawn.cuts))
+            twins = Twins(tree, self.rng, self.mine)
         return Wrapped(self.seat, drawn, twins, self.rng, self.mine, self.note, group)
 
     def run(self):
@@ -57,7 +67,7 @@ class Case:
         for model in self.models:
             model.twins.check_saved()
             self.check_plan(model)
-        if self.layers_change:
+        if self.layers_change and self.seat.world > 1:
             self.note(LAYERS_CHANGE)
             change_layers(self.rng.choice(self.models))
 
@@ -105,9 +115,9 @@ class Case:
         return True
 
     def check_plan(self, model):
-        """All ranks hold the same one."""
+        """All ranks hold the same one; what a group's buckets are like depends on its size."""
         buckets = model.model._engine.plan.buckets
-        plan = [(b.params, b.layout, b.dtype, b.views, b.format_name) for b in buckets]
+        plan = [(b.params, b.group or (b.layout, b.dtype, b.views, b.format_name)) for b in buckets]
         mine = torch.tensor([float(zlib.crc32(repr(plan).encode()))], dtype=torch.float64)
         rows = rule.gathered(model, mine)
         assert len(rows.unique()) == 1, "the ranks hold different plans"

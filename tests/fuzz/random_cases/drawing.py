@@ -17,7 +17,7 @@ from tests.fuzz.random_cases.tree import KINDS, REAL
 from tests.fuzz.random_cases.wires import EXACT_WIRES, draw_wire
 from tests.wire.reference_codes import ROUND
 
-__all__ = ["Drawn", "draw", "with_groups"]
+__all__ = ["Drawn", "draw", "may_be_cut", "with_dtensors", "with_groups"]
 
 WITHOUT_COMPLEX = tuple(kind for kind in KINDS if kind not in ("complex", "conj"))
 THEMES = (
@@ -28,7 +28,7 @@ THEMES = (
 def averaged(state, bucket):
     """A user's hook: sums, then divides."""
     future = dist.all_reduce(bucket.buffer(), group=state, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0].div_(dist.get_world_size()))
+    return future.then(lambda done: done.value()[0].div_(state.size()))
 
 
 def bf16(state, bucket):
@@ -47,6 +47,21 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
+class Apart:
+    """A parameter with a group of its own.
+
+    Attributes:
+        place: its position, as a part of the number of parameters.
+        way: the position of a way to divide the ranks, as a part of the number of ways.
+        divisor: that of its sums; None: the number of the ranks of its group.
+    """
+
+    place: float
+    way: float
+    divisor: int | None
+
+
+@dataclass(frozen=True)
 class Drawn:
     """One wrapper's settings.
 
@@ -55,7 +70,8 @@ class Drawn:
         kinds: of parameters that go with it.
         alike: all ranks use the same parameters in each forward; fixed: in every forward.
         complete: every forward uses every parameter.
-        grouped: places of parameters that have groups of their own, as parts of their number.
+        grouped: parameters that have groups of their own.
+        cuts: the seed of what becomes DTensors; None: nothing does.
     """
 
     theme: str
@@ -67,6 +83,7 @@ class Drawn:
     options: dict = field(default_factory=dict)
     reals: tuple = REAL
     grouped: tuple = ()
+    cuts: str | None = None
 
     @property
     def alike(self):
@@ -158,16 +175,32 @@ def draw(rng, world, theme=None):
     return Drawn(theme, shape, options=options)
 
 
-def with_groups(drawn, seed):
-    """Give some parameters groups of their own: of all ranks, so that the same rule holds."""
+def with_groups(drawn, seed, world):
+    """Give some parameters groups of their own."""
     rng = random.Random(f"groups of {seed}")
     if drawn.theme not in ("plain", "wire") or drawn.wire.form == "hierarchical":
         return drawn
     if rng.random() < 0.7:
         return drawn
     options = {name: value for name, value in drawn.options.items() if name != "replicas"}
-    grouped = tuple(rng.random() for _ in range(rng.choice((1, 2))))
+    divisors = rng.choice(((None, world), (world,), (None, 3)))
+    grouped = tuple(
+        Apart(rng.random(), rng.random(), rng.choice(divisors)) for _ in range(rng.choice((1, 2)))
+    )
     return replace(drawn, options=options, grouped=grouped)
+
+
+def may_be_cut(drawn):
+    """Return whether parameters may be DTensors."""
+    return drawn.theme not in ("mixed", "zero") and drawn.wire.form != "hierarchical"
+
+
+def with_dtensors(drawn, seed):
+    """Make DTensors of some parameters."""
+    kept = ("bucket_cap_mb", "gradient_as_bucket_view", "find_unused_parameters", "shared_memory")
+    more = ("wire", "static_graph", "skip_all_reduce_unused_params")
+    options = {name: drawn.options[name] for name in (*kept, *more) if name in drawn.options}
+    return replace(drawn, options={**options, "nonfinite": "ignore"}, cuts=f"cuts of {seed}")
 
 
 def _draw_hook(rng, shape, options):

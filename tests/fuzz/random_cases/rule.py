@@ -12,6 +12,7 @@ import math
 import torch
 import torch.distributed as dist
 
+from tests.fuzz.random_cases.tree import local
 from tests.fuzz.random_cases.wires import tolerance
 from tests.fuzz.random_cases.wrapped import same, seen
 
@@ -30,13 +31,14 @@ UNUSED, TOUCHED, USED = 0.0, 1.0, 2.0
 
 def _real(tensor):
     """fp64, flat; complex numbers as pairs."""
-    tensor = tensor.detach()
+    tensor = local(tensor.detach())
     tensor = (tensor.to_dense() if tensor.is_sparse else tensor).resolve_conj().resolve_neg()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return tensor.double().reshape(-1)
 
 
 def _numel(param):
+    param = local(param)
     return param.numel() * (2 if param.is_complex() else 1)
 
 
@@ -124,7 +126,7 @@ def check(wrapped, divisor=None):
     """Check the averages after a synchronised backward. Collective."""
     residuals = residuals_of(wrapped)
     rows = gathered(wrapped, snapshot(wrapped, residuals))
-    verify(wrapped, rows, divisor or wrapped.seat.world, residuals.keys())
+    verify(wrapped, rows, divisor or wrapped.seat.world, residuals.keys(), divisor is not None)
     adopt(wrapped)
     wrapped.regrouped = False
 
@@ -147,8 +149,12 @@ def recall(wrapped):
         wrapped.owed = dict(zip(residuals, rows.split(sizes, dim=1), strict=True))
 
 
-def verify(wrapped, rows, divisor, kept=()):
-    """Compare the snapshots of the ranks that took part, [ranks, numel], with the rule."""
+def verify(wrapped, rows, divisor, kept=(), weighted=False):
+    """Compare the snapshots of the ranks that took part, [ranks, numel], with the rule.
+
+    Args:
+        divisor: that of the sums; what is averaged apart has others, unless `weighted`.
+    """
     place = 0
     for index, (param, _) in enumerate(wrapped.twins.params):
         size = _numel(param)
@@ -156,11 +162,19 @@ def verify(wrapped, rows, divisor, kept=()):
         facts, ours, theirs, *rest = rows[:, place : place + sum(sizes)].split(sizes, dim=1)
         place += sum(sizes)
         where = f"parameter {index} ({param.dtype}, {tuple(param.shape)})"
-        one = _Parameter(wrapped, index, param, divisor, where)
+        # Of a parameter that other ranks average apart, these check the average.
+        ranks, own = wrapped.apart.get(index, (slice(None), divisor))
+        one = _Parameter(wrapped, index, param, divisor if weighted else own, where)
         if wrapped.drawn.rounds_sums:
             # What was added up in a backward that failed may be NaN, which bounds nothing.
             one.added = rest.pop(0).nan_to_num(0.0, 0.0, 0.0) / divisor
-        one.compare(facts, ours, theirs, rest[0] if rest else None)
+        before = wrapped.owed.get(index)
+        owed = rest[0] if rest else None
+        if owed is not None:
+            before = torch.zeros_like(owed) if before is None else before
+            wrapped.owed[index] = owed
+            owed, before = owed[ranks], before[ranks]
+        one.compare(facts[ranks], ours[ranks], theirs[ranks], owed, before)
 
 
 class _Parameter:
@@ -172,14 +186,10 @@ class _Parameter:
         self.bucket = wrapped.plan_of(index)
         self.real = param.dtype.to_real() if param.is_complex() else param.dtype
 
-    def compare(self, facts, ours, theirs, owed):
+    def compare(self, facts, ours, theirs, owed, before):
         untouched = bool(facts[:, 3].all())
         state = facts[:, 0].max()
-        before = self.wrapped.owed.get(self.index)
-        if owed is not None:
-            before = torch.zeros_like(owed) if before is None else before
-            self.wrapped.owed[self.index] = owed
-        may_rest = state != USED or self.param.numel() == 0
+        may_rest = state != USED or _numel(self.param) == 0
         if untouched and may_rest and (owed is None or torch.equal(before, owed)):
             return
         if state == UNUSED:
@@ -293,6 +303,7 @@ class _Parameter:
         if self._is_sparse():  # rows that occur twice may cancel out
             return rounding + 8 * self._eps() * size.max()
         rounded = drawn.mixed is not None and self.real is not torch.float32
-        alone = len(parts) < 2 or self.wrapped.seat.world > 2
+        apart, _ = self.wrapped.apart.get(self.index, (range(self.wrapped.seat.world), None))
+        alone = len(parts) < 2 or len(apart) > 2
         exact = not rounded and not alone and not drawn.zero
         return None if exact else rounding

@@ -471,6 +471,12 @@ def weighted(wrapped):
     wrapped.zero("none")  # what comes next may have no weights
 
 
+def may_weigh(wrapped):
+    drawn = wrapped.drawn
+    divided_alike = all(each.divisor == wrapped.seat.world for each in drawn.grouped)
+    return outputs_are_seen(wrapped) and free_use(wrapped) and not drawn.hook and divided_alike
+
+
 def reset_in_between(wrapped):
     """Between forward and backward gradients are changed by hand."""
     forward = wrapped.forward()
@@ -488,6 +494,8 @@ def penalised(wrapped):
 
 def penalty(wrapped):
     forward = wrapped.forward(bare=True)
+    if wrapped.drawn.cuts is not None:  # torch differentiates what ranks exchange once
+        return forward.losses()
     found = []
     for loss, x in zip(forward.losses(), forward.inputs, strict=True):
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -523,7 +531,7 @@ def uneven(wrapped):
 
 def may_join(wrapped):
     drawn = wrapped.drawn
-    refused = drawn.looks or drawn.compares or drawn.grouped
+    refused = drawn.looks or drawn.compares or drawn.grouped or drawn.cuts
     return drawn.theme in ("plain", "hook") and not refused
 
 
@@ -541,11 +549,20 @@ def poisoned(wrapped):
         hook.remove()
     index = next(i for i, (ours, _) in enumerate(wrapped.twins.params) if ours is weight)
     found = wrapped.model._engine.core.nonfinite()
-    assert found == [(index, mine)], f"rank {guilty} gave NaN for {index}, but {found} is known"
+    knows = wrapped.seat.rank in shares_average(wrapped, index, guilty)
+    known = [(index, mine)] if knows else []
+    assert found == known, f"rank {guilty} gave NaN for {index}, but {found} is known"
     wrapped.zero("none")
     wrapped.used, wrapped.touched, wrapped.pending = set(), set(), False
     rule.recall(wrapped)
     wrapped.regrouped = False
+
+
+def shares_average(wrapped, index, rank):
+    """Return the ranks that average a parameter together with `rank`."""
+    part, _ = wrapped.apart.get(index, (range(wrapped.seat.world), None))
+    everyones = rule.gathered(wrapped, torch.tensor([float(min(part))]))
+    return [other for other, first in enumerate(everyones) if first == everyones[rank]]
 
 
 def may_poison(wrapped):
@@ -563,9 +580,7 @@ STEPS = {
         accumulate_in_between,
         lambda w: outputs_are_seen(w) and free_use(w) and w.drawn.zero != 2,
     ),
-    "weights": Stage(
-        weighted, lambda w: outputs_are_seen(w) and free_use(w) and w.drawn.hook is None, weight=2
-    ),
+    "weights": Stage(weighted, may_weigh, weight=2),
     "optimizer step": Stage(optimizer_step, lambda w: w.drawn.zero and free_use(w), weight=3),
     "saved on some ranks": Stage(
         saved_on_some_ranks, lambda w: w.drawn.zero and free_use(w), weight=3

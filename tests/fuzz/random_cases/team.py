@@ -5,11 +5,12 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from fastsync.testing import RankError, run_ranks
 from tests.fuzz.random_cases.case import Case
@@ -52,6 +53,32 @@ def world_of(seed):
     return {7: 4, 3: 3, 11: 3}.get(seed % 16, 2)
 
 
+# Ways to divide ranks that average some parameters apart.
+DIVIDED = {
+    1: [[[0]]],
+    2: [[[0, 1]], [[0], [1]]],
+    3: [[[0, 1, 2]], [[0, 2], [1]], [[0], [1], [2]]],
+    4: [[[0, 1, 2, 3]], [[0, 2], [1, 3]], [[0, 1, 3], [2]], [[0, 3], [1], [2]]],
+}
+
+
+def seat_of(rank, world, mesh_size):
+    """Return a rank's seat among those that have the same parts of DTensors. Collective."""
+
+    def group_of(parts):
+        """Return this rank's among groups, given by places beside each rank of a mesh."""
+        parts = [[m + mesh_size * p for p in part] for m in range(mesh_size) for part in parts]
+        groups = [(part, dist.new_group(part)) for part in parts]
+        return next(group for part, group in groups if rank in part)
+
+    mesh = init_device_mesh("cpu", (world // mesh_size, mesh_size), mesh_dim_names=("dp", "tp"))
+    among = world // mesh_size
+    everyone = [list(range(among))]
+    judges, second, first = (group_of(everyone) for _ in range(3))
+    apart = tuple((parts, group_of(parts)) for parts in DIVIDED[among])
+    return Seat(rank // mesh_size, among, judges, second, apart, first, mesh["tp"])
+
+
 def run_cases(rank, world, seeds, folder, family="models"):
     """Run cases one after the other, and leave the number of the current one in a file.
 
@@ -61,7 +88,9 @@ def run_cases(rank, world, seeds, folder, family="models"):
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     if world == 4:
         os.environ["LOCAL_WORLD_SIZE"] = "2"
-    seat = Seat(rank, world, *(dist.new_group() for _ in range(3)))
+    sizes = [size for size in (1, 2) if world % size == 0]
+    folded = tuple(seat_of(rank, world, size) for size in sizes)
+    seat = replace(folded[0], first=None, mesh=None, folded=folded)
     done = []
     with (folder / str(rank)).open("w") as file:
         for seed in seeds:

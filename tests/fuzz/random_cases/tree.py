@@ -4,14 +4,16 @@ import copy
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-__all__ = ["KINDS", "REAL", "WIDTH", "Fault", "Output", "Raise", "Tree", "loss_of"]
+__all__ = ["KINDS", "REAL", "WIDTH", "Fault", "Output", "Raise", "Tree", "local", "loss_of"]
 
 WIDTH = 5
 REAL = (torch.float32, torch.float32, torch.float64, torch.bfloat16)
 COMPLEX = (torch.complex64, torch.complex128)
 REAL_KINDS = ("linear", "transposed", "expanded", "vector", "scalar", "empty", "conv")
 KINDS = (*REAL_KINDS, "complex", "conj", "sparse")
+CUT_KINDS = ("linear", "transposed", "expanded", "vector", "scalar", "empty")  # as DTensors
 ROWS = 9
 
 
@@ -44,6 +46,11 @@ def loss_of(output):
     return output
 
 
+def local(tensor):
+    """Return what this rank has of a tensor that may be a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def make_parameter(kind, dtype, rng):
     sizes = {
         "linear": (WIDTH, WIDTH),
@@ -67,6 +74,8 @@ def make_parameter(kind, dtype, rng):
 def use(kind, weight, x):
     """A number that depends on `weight` and `x`, by a path that gives an awkward gradient."""
     wide = x.to(weight.dtype)
+    if isinstance(weight, DTensor):
+        return use_parts(kind, weight, wide).full_tensor()
     if kind == "linear":
         return (wide @ weight).tanh().sum()
     if kind == "transposed":
@@ -84,6 +93,19 @@ def use(kind, weight, x):
         rows = (x.detach().abs() * 1000).long() % ROWS
         return nn.functional.embedding(rows, weight, sparse=True).sum() * wide.mean()
     return (weight * wide.mean()).sum()
+
+
+def use_parts(kind, weight, wide):
+    """The same of a DTensor. A whole one meets rows of each rank: its gradients are to be added."""
+    mesh, whole = weight.device_mesh, weight.placements == (Replicate(),)
+    mine = wide[None] * (1 + mesh.get_local_rank()) if whole else wide
+    wide = DTensor.from_local(mine, mesh, [Shard(0) if whole else Replicate()])
+    if kind == "linear":
+        return (wide @ weight).tanh().sum()
+    if kind == "transposed":
+        return (wide @ weight.t()).square().sum()
+    # By a product, since torch adds no gradient that all ranks have to one that they have parts of.
+    return (weight * weight.detach()).sum() * wide.sum()
 
 
 class Tree(nn.Module):
@@ -121,6 +143,17 @@ class Tree(nn.Module):
             branch.register_parameter(f"w{index}", weight)
         return weight
 
+    def cut(self, mesh, rng):
+        """Make DTensors of some weights, of which the ranks of a mesh have parts."""
+        kinds = {id(weight): kind for kind, weight in zip(self.kinds, self.weights, strict=True)}
+        for old in list(self.parameters()):
+            if kinds[id(old)] not in CUT_KINDS or rng.random() < 0.3:
+                continue
+            sizes = enumerate(old.shape if old.numel() else ())
+            places = [Replicate(), *(Shard(dim) for dim, size in sizes if size >= mesh.size())]
+            cut = distribute_tensor(old.detach(), mesh, [rng.choice(places)], src_data_rank=None)
+            self.replace(old, nn.Parameter(cut))
+
     def grow(self):
         """Register one more parameter, and return it."""
         self.kinds.append("vector")
@@ -128,12 +161,12 @@ class Tree(nn.Module):
         self.branches[0].register_parameter(f"w{len(self.kinds)}", self.weights[-1])
         return self.weights[-1]
 
-    def replace(self, old):
-        """Register another parameter of the same values in each place of `old`, and return it."""
-        new = nn.Parameter(old.detach().clone())
+    def replace(self, old, new=None):
+        """Register another parameter, of the same values, in each place of `old`; return it."""
+        new = nn.Parameter(old.detach().clone()) if new is None else new
         self.weights = [new if weight is old else weight for weight in self.weights]
         for module in self.modules():
-            for name, param in list(module.named_parameters(recurse=False)):
+            for name, param in list(module.named_parameters("", False, remove_duplicate=False)):
                 if param is old:
                     setattr(module, name, new)
         return new

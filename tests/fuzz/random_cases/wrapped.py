@@ -6,38 +6,45 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from fastsync import FastDDP
+from fastsync import FastDDP, Group
 from fastsync.config.arguments import grouped
 from fastsync.zero.gradient_proxies import ShardedGradient
 from tests.fuzz.random_cases import drawing
-from tests.fuzz.random_cases.tree import WIDTH, Fault, loss_of
+from tests.fuzz.random_cases.tree import WIDTH, Fault, local, loss_of
 
 __all__ = ["Forward", "Seat", "Twins", "Wrapped", "same", "seen"]
 
 
 @dataclass(frozen=True)
 class Seat:
-    """This rank among those of a team.
+    """This rank among those that average.
 
     Attributes:
         judges: the process group over which results are compared, which no model uses.
         second: one more group of all ranks, for a second model.
-        apart: one for parameters that have a group of their own.
+        apart: ways to divide the ranks, each with the group of this rank's part.
+        first: the group that models have; None: that of all ranks of the team.
+        mesh: the ranks that have other parts of the same DTensors, and do all that this one does.
+        folded: seats among fewer ranks, where the others are in a mesh.
     """
 
     rank: int
     world: int
     judges: object
     second: object
-    apart: object = None
+    apart: tuple = ()
+    first: object = None
+    mesh: object = None
+    folded: tuple = ()
 
 
 def same(one, other):
     """Bit for bit equal; any NaN equals any NaN."""
     if one is None or other is None:
         return one is other
-    one, other = (t.to_dense() if t.is_sparse else t for t in (one, other))
+    one, other = (t.to_dense() if t.is_sparse else local(t) for t in (one, other))
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
@@ -46,7 +53,14 @@ def seen(grad):
     return grad.share.collected() if isinstance(grad, ShardedGradient) else grad
 
 
+def place(param):
+    """Place the gradient of a DTensor as the DTensor is: where it is a sum to be, add it up."""
+    if isinstance(param, DTensor) and param.grad.placements != param.placements:
+        param.grad = param.grad.redistribute(placements=param.placements)
+
+
 def magnitudes(grad):
+    grad = local(grad)
     grad = (grad.to_dense() if grad.is_sparse else grad).detach().resolve_conj()
     return (torch.view_as_real(grad) if grad.is_complex() else grad).abs()
 
@@ -120,7 +134,9 @@ class Twins:
         self.sums = {}  # by position, magnitudes of what the copy's gradient was added up from
         for index, (_, theirs) in enumerate(self.params):
             theirs.register_post_accumulate_grad_hook(lambda _, i=index: self.fired.add(i))
-            theirs.register_hook(lambda grad, i=index: self.add_to_sum(i, grad))
+            theirs.register_post_accumulate_grad_hook(place)
+            if not isinstance(theirs, DTensor):  # whose sums are not rounded on the way
+                theirs.register_hook(lambda grad, i=index: self.add_to_sum(i, grad))
 
     def add_to_sum(self, index, grad):
         self.sums[index] = self.sums.get(index, 0) + magnitudes(grad)
@@ -202,7 +218,7 @@ class Twins:
             if isinstance(ours.grad, ShardedGradient):  # which all ranks would have to look at
                 continue
             way = self.mine.choice(("itself", "slice", "detached", "storage", "shared"))
-            grad = ours.grad
+            grad = local(ours.grad)
             held = {"slice": grad[:1] if grad.dim() else grad, "detached": grad.detach()}.get(way)
             if way == "storage":
                 held = torch.empty(0, dtype=grad.dtype).set_(
@@ -245,6 +261,7 @@ class Wrapped:
         frozen_alone: one rank may have frozen parameters that others train.
         regrouped: parameters were frozen or unfrozen since the last step.
         owed: by position, what each rank's error feedback keeps back: fp64 [world, numel].
+        apart: by position, ranks that average a parameter apart, and their divisor.
     """
 
     seat: Seat
@@ -262,6 +279,7 @@ class Wrapped:
     frozen_alone: bool = False
     regrouped: bool = False
     owed: dict = field(default_factory=dict)
+    apart: dict = field(default_factory=dict)
 
     def __post_init__(self):
         self.inputs = torch.Generator().manual_seed(self.mine.randrange(1 << 40))
@@ -271,21 +289,32 @@ class Wrapped:
         self.wrap()
 
     def wrap(self):
-        options = {**self.drawn.options, "process_group": self.group}
+        options = {**self.drawn.options, "process_group": self.group or self.seat.first}
         if "wire" in options:
             options["wire"] = self.wire
         trained = [p.dtype for p in self.tree.parameters() if p.requires_grad]
         if not any(map(self.drawn.rounding, trained)):
             options.pop("parameter_wire", None)  # which would be refused
         if self.drawn.grouped:
-            params = list(self.tree.parameters())
-            places = {int(part * len(params)) for part in self.drawn.grouped}
-            options["groups"] = {params[i]: self.seat.apart for i in sorted(places)}
+            options["groups"] = self.groups()
         self.model = FastDDP(self.twins.tree, **grouped(options))
         drawing.register(self.model, self.drawn)
         if self.drawn.zero:
             self.spread()
         self.note_plan()
+
+    def groups(self):
+        """Return groups for some parameters, and note who is in this rank's, and their divisors."""
+        params = list(self.tree.parameters())
+        by_place = {int(each.place * len(params)): each for each in self.drawn.grouped}
+        found = {}
+        for index, each in sorted(by_place.items()):
+            parts, group = self.seat.apart[int(each.way * len(self.seat.apart))]
+            part = next(part for part in parts if self.seat.rank in part)
+            self.apart[index] = part, each.divisor or len(part)
+            found[params[index]] = Group(group, each.divisor) if each.divisor else group
+            self.note(f"group of {len(part)} of {self.seat.world}")
+        return found
 
     def spread(self):
         """The first step of an optimizer, which changes nothing: gradients are shared after it."""
