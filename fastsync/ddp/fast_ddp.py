@@ -315,8 +315,11 @@ class FastDDP(Front):
                 for name, tensor in named
                 if name in names
             ]
+            # Torch does not copy a tensor onto itself where a dimension of one element has another
+            # stride than it would give it.
+            flat = [state.view(-1) if state.is_contiguous() else state for state in states]
             come_together(group, "the wrapping of the model")
-            broadcast_coalesced(group, states, self.broadcast_bucket_size, 0)
+            broadcast_coalesced(group, flat, self.broadcast_bucket_size, 0)
 
     def _ddp_init_helper(
         self,

@@ -203,6 +203,20 @@ def test_shards_are_replicated_within_the_process_group():
         assert torch.equal(bias, Net(seed=0).down.bias)
 
 
+def replicate_one_row(rank, world):
+    """A part of one row keeps the stride of the whole row."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    net = nn.Sequential(nn.Linear(4, 1, bias=False))
+    parallelize_module(net, mesh["tp"], {"0": RowwiseParallel()})
+    before = net[0].weight.to_local().detach().clone()
+    FastDDP(net, process_group=mesh.get_group("dp"))
+    return torch.equal(before, net[0].weight.to_local())
+
+
+def test_a_single_row_is_replicated():
+    assert run_ranks(replicate_one_row, 2) == [True, True]
+
+
 def ignored(rank, world):
     """Train a model of which the user ignores one DTensor, which is another one on each rank."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

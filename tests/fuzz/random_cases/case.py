@@ -36,6 +36,7 @@ class Case:
         first = self.add(with_groups(drawn, seed, seat.world))
         self.models = [first]
         way = self.rng.choice(("alone",) * 5 + ("another", "shared"))
+        way = way if seat.world > 1 else "alone"
         if way == "another":
             group = self.rng.choice((None, seat.second))
             self.models.append(self.add(draw(self.rng, seat.world), group))
