@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -23,6 +24,7 @@ __all__ = [
     "local_of",
     "make_dtensor",
     "make_spec",
+    "mesh_groups",
     "set_local",
     "shard_spec",
     "spec_of",
@@ -126,6 +128,19 @@ def even_numel(tensor: torch.Tensor) -> int:
         if not placement.is_replicate()
     )
     return -(-tensor.numel() * (2 if tensor.is_complex() else 1) // parts)
+
+
+def mesh_groups(tensor: torch.Tensor, cut: bool = False) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups of a DTensor's mesh, one of each dimension: none of a plain tensor.
+
+    Args:
+        cut: leave out those whose ranks all have the same.
+    """
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh, placements = tensor.device_mesh, tensor.placements
+    dims = (dim for dim in range(mesh.ndim) if not (cut and placements[dim].is_replicate()))
+    return tuple(mesh.get_group(dim) for dim in dims)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

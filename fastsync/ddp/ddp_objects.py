@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync._build.env import Env
-from fastsync._torch import GradBucket
+from fastsync._torch import GradBucket, mesh_groups
 from fastsync.ddp.logging_data import LoggingData, StepLogger, WrapFacts, construction_data
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.monitor import awaited, make_rendezvous
@@ -197,11 +197,18 @@ def _apart(engine: Engine) -> Apart | None:
     """Return the gradients that are averaged over groups of their own."""
     if not engine.policy.groups or engine.group.size() == 1:
         return None
-    tensors = {param.name: param.tensor for param in engine.params}
-    parts = [
-        ({id(tensors[name]) for name in its.names if name in tensors}, len(its.ranks))
-        for its in engine.policy.groups
-    ]
+    everyone = set(dist.get_process_group_ranks(engine.group))
+    parts: list[tuple[set[int], int]] = []
+    for its in engine.policy.groups:
+        by_count: dict[int, set[int]] = {}
+        for param in engine.params:
+            if param.name in its.names:
+                count = len(its.ranks)
+                for group in mesh_groups(param.tensor):  # they may have parts of the same one
+                    others = everyone.intersection(dist.get_process_group_ranks(group))
+                    count *= 1 + len(others.difference(its.ranks))
+                by_count.setdefault(count, set()).add(id(param.tensor))
+        parts += [(ids, count) for count, ids in sorted(by_count.items())]
     place = make_rendezvous(engine.group, "norm over groups", Env.read().agree_timeout)
     return Apart(Exchange(engine.group, place, None, engine.params[0].tensor.device), parts)
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
+from fastsync._torch import is_dtensor, local_gradient, mesh_groups, spec_of
 from fastsync.reducer import core
 from fastsync.zero.exchange import Exchange
 from fastsync.zero.gradient_proxies import ShardedGradient, ShardGroup
@@ -33,7 +34,8 @@ class Apart:
 
     Attributes:
         exchange: all ranks.
-        parts: ids of parameters, and how many ranks have the same gradients of them.
+        parts: ids of parameters, and how many ranks have the same gradients of them, or other parts
+            of these.
     """
 
     exchange: Exchange
@@ -91,7 +93,8 @@ def clip_norm(
 ) -> torch.Tensor:
     """Scale gradients so that their total norm is `max_norm` at most.
 
-    Collective where gradients are spread over ranks. What is not a 2-norm on a CPU is torch's.
+    Collective where gradients are spread over ranks, or DTensors. What is not a 2-norm on a CPU is
+    torch's.
 
     Returns:
         The total norm before, zero-dimensional: fp32, or fp64 where a gradient is.
@@ -102,11 +105,14 @@ def clip_norm(
     params = list(params)
     squares = _squares(params, holders) if norm_type == 2.0 else None
     if squares is None:
-        if holders.apart is None:
+        mixed = [is_dtensor(param) for param in params]
+        if holders.apart is None and not any(mixed):
             return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         norm = _norm_over_parts(params, norm_type, holders.apart)
         _check(norm, norm_type, error_if_nonfinite)
-        clip_grads_with_norm_(params, max_norm, norm)
+        for kind in set(mixed):  # torch mixes no DTensors with others
+            its = [param for param, is_cut in zip(params, mixed, strict=True) if is_cut == kind]
+            clip_grads_with_norm_(its, max_norm, norm)
         return norm
     total = squares.common
     if squares.exchange is not None:
@@ -130,22 +136,47 @@ def _check(norm: torch.Tensor, norm_type: float, error_if_nonfinite: bool) -> No
 
 
 def _norm_over_parts(
-    params: Sequence[torch.Tensor], norm_type: float, apart: Apart
+    params: Sequence[torch.Tensor], norm_type: float, apart: Apart | None
 ) -> torch.Tensor:
     """Return the norm of all gradients, each counted once. Collective."""
-    common, parts = apart.split(params)
+    device = params[0].device
+    common, parts = (params, []) if apart is None else apart.split(params)
+    power = _power(common, norm_type, device)
+    if apart is not None:
+        powers = [_power(its, norm_type, device) for its, _ in parts]
+        if norm_type == math.inf:
+            power = torch.stack([power, *powers]).amax()
+            apart.exchange.reduce(power, _PLACE, dist.ReduceOp.MAX)
+        else:
+            shares = zip(powers, parts, strict=True)
+            own = torch.stack([each / ranks for each, (_, ranks) in shares]).sum()
+            apart.exchange.reduce(own, _PLACE)
+            power = power + own
+    norm = power if norm_type == math.inf else power ** (1.0 / norm_type)
+    return norm if any(p.dtype in _WIDE for p in params) else norm.to(torch.float32)
 
-    def norm_of(its: Sequence[torch.Tensor]) -> torch.Tensor:
-        norm = get_total_norm([p.grad for p in its if p.grad is not None], norm_type)
-        return norm.to(params[0].device, torch.float64)
 
-    if norm_type == math.inf:
-        largest = torch.stack([norm_of(its) for its in (common, *(its for its, _ in parts))]).amax()
-        apart.exchange.reduce(largest, _PLACE, dist.ReduceOp.MAX)
-        return largest.to(torch.float32)
-    own = torch.stack([norm_of(its) ** norm_type / ranks for its, ranks in parts]).sum()
-    apart.exchange.reduce(own, _PLACE)
-    return ((norm_of(common) ** norm_type + own) ** (1.0 / norm_type)).to(torch.float32)
+def _power(params: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Return the sum of the powers of the elements of gradients, or their largest magnitude.
+
+    Collective over the ranks that have other parts of DTensors.
+    """
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {(): []}
+    for param in params:
+        grads = by_groups.setdefault(mesh_groups(param, cut=True), [])
+        if param.grad is not None:
+            cut = is_dtensor(param)
+            grads.append(local_gradient(param.grad, spec_of(param)) if cut else param.grad)
+    largest = norm_type == math.inf
+    powers = []
+    for groups, grads in by_groups.items():
+        norm = get_total_norm([grad for grad in grads if grad.numel()], norm_type)
+        power = norm.to(device, torch.float64) ** (1.0 if largest else norm_type)
+        for group in groups:
+            dist.all_reduce(power, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        powers.append(power)
+    every = torch.stack(powers)
+    return every.amax() if largest else every.sum()
 
 
 def _rounded(share: float) -> float:

@@ -1,6 +1,7 @@
 """Tensor parallel layers, whose parameters are DTensors: local tensors are averaged."""
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def wrap_whole_experts(net, mesh):
     return FastDDP(net, groups={"experts.*": same, "first.*": part, "last.weight": part})
 
 
-def train_experts(rank, world, wrap):
+def train_experts(rank, world, wrap, clips=None):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
     net = Experts(mesh.get_group("ep"), rank // 2)
     model = wrap(net, mesh)
@@ -126,13 +127,16 @@ def train_experts(rank, world, wrap):
         x, y = parallel_models.samples(step, rank // 2)
         optimizer.zero_grad()
         (model(x, step) - y).square().mean().backward()
+        if clips is not None:
+            model.clip_grad_norm_(*clips)
         optimizer.step()
     return {name: whole(param).detach() for name, param in net.named_parameters()}
 
 
-@pytest.mark.slow(but=("cut",))
+@pytest.mark.slow(but=("2-cut",))
 @pytest.mark.parametrize("wrap", [wrap_cut_experts, wrap_whole_experts], ids=["cut", "whole"])
-def test_experts_beside_tensor_parallelism_are_those_of_one_process(wrap):
+@pytest.mark.parametrize("clips", [None, (0.1, 2.0), (0.02, math.inf)], ids=["", "2", "inf"])
+def test_experts_beside_tensor_parallelism_are_those_of_one_process(wrap, clips):
     net = Experts()
     optimizer = optimizer_of(net)
     for step in range(STEPS):
@@ -140,12 +144,38 @@ def test_experts_beside_tensor_parallelism_are_those_of_one_process(wrap):
         for replica in range(2):
             x, y = parallel_models.samples(step, replica)
             ((net(x, step) - y).square().mean() / 2).backward()
+        if clips is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), *clips)
         optimizer.step()
     right = {name: param.detach() for name, param in net.named_parameters()}
-    for rank, weights in enumerate(run_ranks(train_experts, 4, wrap)):
+    for rank, weights in enumerate(run_ranks(train_experts, 4, wrap, clips)):
         for name, weight in weights.items():
             wanted = right[name.replace("all", str(rank // 2))]
             torch.testing.assert_close(weight, wanted, rtol=1e-9, atol=1e-9, msg=f"{rank} {name}")
+
+
+def clip(rank, world, norm_type):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = cut(Net(), mesh["tp"])
+    model = FastDDP(net, process_group=mesh.get_group("dp"))
+    (10 * model(samples(0, rank // 2)).square().mean()).backward()
+    before = net.up.weight.grad
+    norm = model.clip_grad_norm_(0.1, norm_type)
+    return norm, [whole(param.grad) for param in net.parameters()], before is net.up.weight.grad
+
+
+@pytest.mark.slow(but=("2.0",))
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_a_norm_counts_each_part_once(norm_type):
+    net = Net()
+    for replica in range(2):
+        (5 * net(samples(0, replica)).square().mean()).backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1, norm_type)
+    assert norm > 0.1
+    for found, grads, same in run_ranks(clip, 4, norm_type):
+        torch.testing.assert_close(found, norm)
+        torch.testing.assert_close(grads, [param.grad for param in net.parameters()])
+        assert same
 
 
 class Uneven(nn.Module):
