@@ -87,7 +87,7 @@ def _coded(setup: Setup) -> bool:
 
 
 # Features that read or keep gradients where plain tensors have them.
-_PLAIN = "elastic, mixed_precision, nonfinite, on_skip, replicas, sync, zero=1 or 2"
+_PLAIN = "elastic, mixed_precision, nonfinite, on_skip, replicas, sync, zero=1 to 3"
 # The name of a feature of a setup in errors; empty if it was not requested.
 FEATURES: Mapping[str, Callable[[Setup], str]] = {
     "communication hook": lambda s: "a communication hook" if s.hook else "",
@@ -143,7 +143,6 @@ FEATURES: Mapping[str, Callable[[Setup], str]] = {
     "zero=1 to 3": lambda s: _stage(s, 1, 2, 3),
     "zero=2 or 3": lambda s: _stage(s, 2, 3),
     "zero=3": lambda s: _stage(s, 3),
-    "zero=1 or 2": lambda s: _stage(s, 1, 2),
     _PLAIN: lambda s: next(filter(None, (FEATURES[name](s) for name in _PLAIN.split(", "))), ""),
 }
 _INPUTS = "leave it out with join(), or give all ranks as many inputs"

@@ -18,7 +18,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastsync._build.env import Env
-from fastsync._torch import default_group, has_python_reducer, is_dtensor, is_registered
+from fastsync._torch import (
+    default_group,
+    has_python_reducer,
+    is_dtensor,
+    is_registered,
+    mesh_groups,
+)
 from fastsync.config import compatibility
 from fastsync.config.arguments import Zero
 from fastsync.config.compatibility import Setup
@@ -87,6 +93,7 @@ class Request:
             compatibility.check(setup)
             wire_settings = self._wire_settings(settled.wire)
             self._check_dtypes(settled)
+            self._check_parts(settled)
             self._check_sync(settled)
             self._check_group(settled.wire, recorded)
             self._check_zero(settled.zero)
@@ -338,6 +345,21 @@ class Request:
                 f"mixed_precision cannot reduce parameters of float64, as {wide[0]!r} is; convert "
                 "the model to float32 before wrapping it"
             )
+
+    def _check_parts(self, policy: SyncPolicy) -> None:
+        """Check that ranks which average a DTensor have the same part of it."""
+        whole = dist.get_process_group_ranks(self._group()) if self._has_dtensors() else []
+        ranks_of = {name: group.ranks for group in policy.groups for name in group.names}
+        for param in self._params():
+            average = ranks_of.get(param.name, whole)
+            for group in mesh_groups(param.tensor, cut=True):
+                parts = dist.get_process_group_ranks(group)
+                if len(set(parts).intersection(average)) > 1:
+                    raise ValueError(
+                        f"parameter {param.name!r} is a DTensor of which ranks {parts} have "
+                        f"different parts, but ranks {list(average)} would average them; pass the "
+                        "ranks that have the same part as process_group, or in groups"
+                    )
 
     def _check_module(self) -> None:
         if has_python_reducer():

@@ -49,9 +49,8 @@ ASKED = {
     "coded wire with zero": {"wire": "int8", "zero": 1},
     "zero=1 to 3": {"zero": 1},
     "zero=2 or 3": {"zero": 2},
-    "zero=1 or 2": {"zero": 1},
     "zero=3": {"zero": 3},
-    "elastic, mixed_precision, nonfinite, on_skip, replicas, sync, zero=1 or 2": {"zero": 1},
+    "elastic, mixed_precision, nonfinite, on_skip, replicas, sync, zero=1 to 3": {"zero": 1},
 }
 
 

@@ -233,6 +233,29 @@ def test_shards_are_replicated_within_the_process_group():
         assert torch.equal(bias, Net(seed=0).down.bias)
 
 
+def averaged_by_other_parts(rank, world, by_groups):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = cut(Net(), mesh["tp"])
+    before = net.up.weight.to_local().detach().clone()
+    same, tp = (mesh.get_group(name) for name in ("dp", "tp"))
+    groups = {"up.*": tp, "down.weight": same} if by_groups else None
+    try:
+        FastDDP(net, groups=groups)
+    except ValueError as error:
+        return str(error), torch.equal(before, net.up.weight.to_local())
+
+
+@pytest.mark.parametrize("by_groups", [False, True], ids=["all-ranks", "groups"])
+def test_ranks_that_have_different_parts_do_not_average_them(by_groups):
+    found = run_ranks(averaged_by_other_parts, 4, by_groups)
+    for rank, (text, untouched) in enumerate(found):
+        average = ([0, 1, 2, 3], [0, 1] if rank < 2 else [2, 3])[by_groups]
+        parts = [0, 1] if rank < 2 else [2, 3]
+        assert f"'up.weight' is a DTensor of which ranks {parts} have different parts" in text
+        assert f"but ranks {average} would average them; pass the ranks" in text
+        assert untouched
+
+
 def replicate_one_row(rank, world):
     """A part of one row keeps the stride of the whole row."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
