@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from fastsync._build.env import Env
 from fastsync._torch import (
@@ -347,7 +348,18 @@ class Request:
             )
 
     def _check_parts(self, policy: SyncPolicy) -> None:
-        """Check that ranks which average a DTensor have the same part of it."""
+        """Check that ranks which average a DTensor have the same part of it, and its gradients are
+        autograd's.
+        """
+        known = {id(param.tensor): param.name for param in self._params()}
+        for module in self.module.modules():
+            for tensor in module.parameters() if isinstance(module, FSDPModule) else ():
+                if id(tensor) in known and is_dtensor(tensor):
+                    raise ValueError(
+                        f"parameter {known[id(tensor)]!r} is a shard of fully_shard, whose "
+                        "gradients FastDDP does not see; pass fully_shard a mesh of two dimensions "
+                        "to average over its first, and leave FastDDP out"
+                    )
         whole = dist.get_process_group_ranks(self._group()) if self._has_dtensors() else []
         ranks_of = {name: group.ranks for group in policy.groups for name in group.names}
         for param in self._params():

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -16,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fastsync import FastDDP, Group, Wire
+from fastsync import FastDDP, Group, Wire, fully_shard
 from fastsync.testing import run_ranks
 from tests.helpers import parallel_models
 from tests.helpers.parallel_models import Experts
@@ -254,6 +255,22 @@ def test_ranks_that_have_different_parts_do_not_average_them(by_groups):
         assert f"'up.weight' is a DTensor of which ranks {parts} have different parts" in text
         assert f"but ranks {average} would average them; pass the ranks" in text
         assert untouched
+
+
+def around_shards(rank, world, shard):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "shard"))
+    net = Net()
+    shard(net.up, mesh=mesh["shard"])
+    try:
+        FastDDP(net, process_group=mesh.get_group("dp"))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("shard", [fully_shard, fsdp.fully_shard], ids=["ours", "torch"])
+def test_shards_of_fully_shard_are_refused(shard):
+    for text in run_ranks(around_shards, 4, shard):
+        assert "'up.weight' is a shard of fully_shard, whose gradients FastDDP does not" in text
 
 
 def replicate_one_row(rank, world):
