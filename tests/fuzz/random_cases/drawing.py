@@ -178,7 +178,7 @@ def draw(rng, world, theme=None):
 def with_groups(drawn, seed, world):
     """Give some parameters groups of their own."""
     rng = random.Random(f"groups of {seed}")
-    if drawn.theme not in ("plain", "wire") or drawn.wire.form == "hierarchical":
+    if drawn.theme in ("hook", "zero") or drawn.wire.form == "hierarchical":
         return drawn
     if rng.random() < 0.7:
         return drawn

@@ -164,10 +164,11 @@ def verify(wrapped, rows, divisor, kept=(), weighted=False):
         where = f"parameter {index} ({param.dtype}, {tuple(param.shape)})"
         # Of a parameter that other ranks average apart, these check the average.
         ranks, own = wrapped.apart.get(index, (slice(None), divisor))
-        one = _Parameter(wrapped, index, param, divisor if weighted else own, where)
+        own = divisor if weighted else own
+        one = _Parameter(wrapped, index, param, own, where)
         if wrapped.drawn.rounds_sums:
             # What was added up in a backward that failed may be NaN, which bounds nothing.
-            one.added = rest.pop(0).nan_to_num(0.0, 0.0, 0.0) / divisor
+            one.added = rest.pop(0)[ranks].nan_to_num(0.0, 0.0, 0.0) / own
         before = wrapped.owed.get(index)
         owed = rest[0] if rest else None
         if owed is not None:
