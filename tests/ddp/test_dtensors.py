@@ -134,7 +134,7 @@ def train_experts(rank, world, wrap, clips=None):
     return {name: whole(param).detach() for name, param in net.named_parameters()}
 
 
-@pytest.mark.slow(but=("2-cut",))
+@pytest.mark.slow(but=("2-whole",))
 @pytest.mark.parametrize("wrap", [wrap_cut_experts, wrap_whole_experts], ids=["cut", "whole"])
 @pytest.mark.parametrize("clips", [None, (0.1, 2.0), (0.02, math.inf)], ids=["", "2", "inf"])
 def test_experts_beside_tensor_parallelism_are_those_of_one_process(wrap, clips):

@@ -30,6 +30,7 @@ SKIPS = "tests/faults/test_skipped_steps.py"
 UNIT_MEANS = "tests/fsdp/test_fsdp_weights.py"
 ROUNDS = "tests/sync/test_rounds.py"
 GROUPS = "tests/ddp/test_groups.py"
+DTENSORS = "tests/ddp/test_dtensors.py"
 PARAM_GROUPS = "fastsync/config/param_groups.py"
 MEMBERS = "tests/sync/test_membership.py::test_parameters_are_those_of_the_ranks_that_have_come"
 FAULTS = [
@@ -206,9 +207,51 @@ FAULTS = [
     Fault(
         "averages-of-local-tensors-lost-on-ranks-without-use",
         "fastsync/reducer/local_gradients.py",
-        "            if param.grad is None and local.grad is not None:\n                param.grad",
-        "            if param.grad is None and local.grad is not None:\n                local.grad",
-        "tests/ddp/test_dtensors.py::test_layers_that_one_replica_uses_get_half_of_its_gradient",
+        "                param.grad = make_dtensor(grad, spec_of(param))\n",
+        "                pass\n",
+        f"{DTENSORS}::test_layers_that_one_replica_uses_get_half_of_its_gradient",
+    ),
+    Fault(
+        "gradients-of-dtensors-as-before-the-forward",
+        "fastsync/reducer/engine.py",
+        "            its.begin()\n",
+        "",
+        f"{DTENSORS}::test_gradients_that_change_after_the_forward_are_those_of_plain_tensors",
+    ),
+    Fault(
+        "frozen-dtensors-not-watched",
+        "fastsync/reducer/local_gradients.py",
+        "if param.is_floating_point() or param.is_complex():",
+        "if param.requires_grad:",
+        f"{DTENSORS}::test_one_that_is_unfrozen_after_wrapping_is_averaged",
+    ),
+    Fault(
+        "buckets-filled-by-a-ranks-own-parts",
+        "fastsync/reducer/engine.py",
+        "counted = even_numel(param.tensor) if local else None",
+        "counted = None",
+        f"{DTENSORS}::test_parts_of_unequal_size_fill_buckets_alike",
+    ),
+    Fault(
+        "different-parts-of-a-dtensor-averaged",
+        "fastsync/ddp/request.py",
+        "intersection(average)) > 1:",
+        "intersection(average)) > 9:",
+        f"{DTENSORS}::test_ranks_that_have_different_parts_do_not_average_them[all-ranks]",
+    ),
+    Fault(
+        "norm-of-a-ranks-own-parts",
+        "fastsync/zero/gradient_norms.py",
+        "mesh_groups(param, cut=True), []",
+        "(), []",
+        f"{DTENSORS}::test_a_norm_counts_each_part_once[2.0]",
+    ),
+    Fault(
+        "norm-counts-a-dtensor-once-per-part",
+        "fastsync/ddp/ddp_objects.py",
+        "count *= 1 + len(others.difference(its.ranks))",
+        "count *= 1",
+        f"{DTENSORS}::test_experts_beside_tensor_parallelism_are_those_of_one_process[2-whole]",
     ),
     Fault(
         "weights-of-a-rank-that-skips-counted",
