@@ -93,7 +93,8 @@ def snapshot(wrapped, residuals=None):
             parts.append(_or_zeros(wrapped.twins.sums.get(index), ours))
         if index in residuals:
             parts.append(residuals[index])
-    wrapped.used, wrapped.touched, wrapped.pending = set(), set(), False
+    wrapped.used, wrapped.touched, wrapped.cleared = set(), set(), set()
+    wrapped.pending = False
     return torch.cat(parts)
 
 

@@ -148,7 +148,9 @@ def reset_by_hand(wrapped):
     wrapped.note(f"reset: {wrapped.twins.reset(draws)}")
     gone = {i for i, (_, theirs) in enumerate(wrapped.twins.params) if theirs.grad is None}
     for each in (wrapped, *wrapped.siblings):
-        each.used, each.touched = each.used - gone, each.touched - gone
+        again = each.cleared - gone  # the script has set another gradient, which counts
+        each.cleared |= gone & (each.used | each.touched)
+        each.used, each.touched = each.used - gone, (each.touched - gone) | again
 
 
 def load_weights(wrapped):

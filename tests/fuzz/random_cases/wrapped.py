@@ -255,6 +255,7 @@ class Wrapped:
         note: called with the name of each kind that is drawn.
         used: positions of parameters that got gradients through the wrapper since the last step.
         touched: positions of those that got some without it, or after the end of a step.
+        cleared: positions of those whose gradients the script has set to None since then.
         pending: a forward's backward never came.
         siblings: other wrappers over the same parameters.
         joined: there has been a join(), after which each forward tells the other ranks.
@@ -273,6 +274,7 @@ class Wrapped:
     group: object = None
     used: set = field(default_factory=set)
     touched: set = field(default_factory=set)
+    cleared: set = field(default_factory=set)
     pending: bool = False
     siblings: list = field(default_factory=list)
     joined: bool = False
