@@ -754,7 +754,7 @@ FAULTS = [
         "fastsync/reducer/process_groups.py",
         "cross = tuple(part[place] for part in dict.fromkeys(parts.values()))",
         "cross = tuple(part[place] for part in [mine])",
-        "tests/sync/test_modes.py::test_parts_average_gradients_within_and_parameters_between[streaming-int4]",
+        "tests/sync/test_modes.py::test_parts_average_gradients_within_and_parameters_between",
     ),
     Fault(
         "average-in-the-step-that-sends-it",
