@@ -27,7 +27,7 @@ constexpr milliseconds kIssuedGrace{5000};  // it had issued the collective befo
 constexpr milliseconds kLostGrace{5000};
 constexpr milliseconds kUnheard{500};     // likewise, if the system can tell more
 constexpr milliseconds kWordsLeave{100};  // at most, until a rank's message is sent
-constexpr milliseconds kShared{2000};     // so long the answers to one rank serve the others
+constexpr milliseconds kShared{1000};     // so long, at most, answers to one rank serve the others
 constexpr int kDistance = 3;              // each warning comes so many times later
 constexpr size_t kMostNamed = 8;
 
@@ -125,7 +125,7 @@ ExpectedCollective FaultWatch::newest_of(ExpectedCollective expected) const {
 
 // All ranks hear questions and answers, so one that has heard a question does not ask it again: of
 // 10,000 ranks that wait for one, a few ask.
-void FaultWatch::ask(const ExpectedCollective& expected) {
+void FaultWatch::ask(const ExpectedCollective& expected, milliseconds fresh) {
   FaultEvent question{
       FaultEvent::Kind::kAsked, rank_, static_cast<int64_t>(expected.model), 0, {}, ""};
   {
@@ -133,7 +133,7 @@ void FaultWatch::ask(const ExpectedCollective& expected) {
     question.issued = newest_of(expected).issued;
     const bool is_known = question.model == question_.event.model &&
                           question.issued <= question_.event.issued &&
-                          Clock::now() - question_.came < kShared;
+                          Clock::now() - question_.came < fresh;
     if (is_known) return;
     late_.clear();
     question_ = {question, Clock::now()};
@@ -210,7 +210,8 @@ std::optional<Fault> FaultWatch::find_fault(const ExpectedCollective& expected,
   if (auto parted = find_mismatch(expected, waited)) return parted;
   const double turn = backoff.next + delay_of(rank_);
   if (waited >= turn && !backoff.asked) {
-    ask(expected);
+    const milliseconds half{std::llround(5e2 * backoff.next)};
+    ask(expected, std::min(kShared, half));
     backoff.asked = true;
   } else if (backoff.asked && waited >= turn + seconds_of(kAnswers)) {
     if (auto lone = find_lone_gather(expected, waited)) return lone;
@@ -343,7 +344,7 @@ void FaultWatch::explain(const ExpectedCollective& expected, const std::string& 
                          double waited) {
   if (!delivered_) check_agreement();  // the error follows from aborted communicators
   if (!is_networks(error)) return;
-  ask(expected);
+  ask(expected, kAnswers);
   await_end(expected, error, waited);
   std::vector<Report> found = ended(anything_of(expected), Clock::duration{});
   const bool knows = !found.empty() && found.front().event.kind != FaultEvent::Kind::kGaveUp;
@@ -531,7 +532,7 @@ bool FaultWatch::find_on_device(const DeviceMonitor::Pending& pending) {
 std::optional<Fault> FaultWatch::find_overdue(const ExpectedCollective& expected, double waited,
                                               Backoff& backoff) {
   if (backoff.last_asked == 0) {
-    ask(expected);
+    ask(expected, kAnswers);
     backoff.last_asked = waited;
   }
   if (waited < backoff.last_asked + seconds_of(kAnswers)) return std::nullopt;

@@ -173,7 +173,8 @@ class FaultWatch {
   void find_end(int64_t rank, bool lost);
   bool find_ended(Clock::duration unheard);
   void await_end(const ExpectedCollective& expected, const std::string& error, double waited);
-  void ask(const ExpectedCollective& expected);
+  // Asks all ranks which are late, unless one has asked since `fresh` ago.
+  void ask(const ExpectedCollective& expected, std::chrono::milliseconds fresh);
   // Returns the fault of another rank that makes further waiting useless, if there is one. Warns of
   // late ranks when it is time. `newest`: the last collective that cannot end without the other
   // ranks.

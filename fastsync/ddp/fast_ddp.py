@@ -279,9 +279,8 @@ class FastDDP(Front):
     def _build_debug_param_to_name_mapping(
         self, parameters: Sequence[torch.Tensor]
     ) -> dict[int, str]:
-        """Torch's constructor calls this after its broadcast."""
-        self.parameters_to_ignore = self._ignored
-        del self._ignored
+        """Torch's constructor calls this after its broadcast, and a script may later."""
+        self.parameters_to_ignore = self.__dict__.pop("_ignored", self.parameters_to_ignore)
         return super()._build_debug_param_to_name_mapping(parameters)
 
     def _distributed_broadcast_coalesced(

@@ -33,6 +33,7 @@ GROUPS = "tests/ddp/test_groups.py"
 DTENSORS = "tests/ddp/test_dtensors.py"
 PARAM_GROUPS = "fastsync/config/param_groups.py"
 MEMBERS = "tests/sync/test_membership.py::test_parameters_are_those_of_the_ranks_that_have_come"
+PARTS = "tests/sync/test_modes.py::test_parts_average_gradients_within_and_parameters_between"
 FAULTS = [
     # --- weights of micro-batches
     Fault(
@@ -754,7 +755,7 @@ FAULTS = [
         "fastsync/reducer/process_groups.py",
         "cross = tuple(part[place] for part in dict.fromkeys(parts.values()))",
         "cross = tuple(part[place] for part in [mine])",
-        "tests/sync/test_modes.py::test_parts_average_gradients_within_and_parameters_between",
+        f"{PARTS}[streaming-int4]",
     ),
     Fault(
         "average-in-the-step-that-sends-it",

@@ -81,6 +81,9 @@ def _become(module, arguments, output, variables):
         code = (error.code or 0) if isinstance(error, SystemExit) else 1
         if not isinstance(error, SystemExit):
             sys.excepthook(*sys.exc_info())
+        elif not isinstance(code, int):  # as the interpreter does
+            print(code, file=sys.stderr)
+            code = 1
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
