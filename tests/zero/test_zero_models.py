@@ -86,7 +86,7 @@ def beside_whole(rank, world, name, kind):
 def test_two_ranks(name, kind):
     if kind == "muon" and not hasattr(optim, "Muon"):
         pytest.skip("this torch has no Muon")
-    for off, rounding, same, _ in run_ranks(beside_whole, 2, name, kind):
+    for off, rounding, same, _ in run_ranks(beside_whole, 2, name, kind, timeout=300.0):
         if kind in EXACT:
             assert same == [True, True]
         assert off <= FURTHER * rounding
@@ -104,7 +104,7 @@ def test_two_ranks(name, kind):
     ],
 )
 def test_more_ranks(world, name, kind):
-    ranks = run_ranks(beside_whole, world, name, kind)
+    ranks = run_ranks(beside_whole, world, name, kind, timeout=300.0)
     for off, rounding, _, weights in ranks:
         assert off <= FURTHER * rounding
         assert torch.equal(weights, ranks[0][3])
