@@ -68,12 +68,16 @@ def live_bytes_reader(device: torch.device) -> Callable[[], int] | None:
         info = mallinfo()
         return int(info.uordblks + info.hblkhd) + shared_bytes()
 
-    # Another allocator may stand in for glibc's, whose answer would then mean nothing.
-    before = settled(read)
-    probe = torch.empty(PROBE_BYTES, dtype=torch.uint8)
-    seen = settled(read) - before
-    del probe
-    return read if seen >= PROBE_BYTES else None
+    def sees_probe() -> bool:
+        before = settled(read)
+        probe = torch.empty(PROBE_BYTES, dtype=torch.uint8)
+        seen = settled(read) - before
+        del probe
+        return seen >= PROBE_BYTES
+
+    # Another allocator may stand in for glibc's, whose answer would then mean nothing. A thread
+    # that ends may give memory back meanwhile.
+    return read if any(sees_probe() for _ in range(3)) else None
 
 
 def shared_bytes() -> int:
