@@ -11,9 +11,13 @@ namespace fastsync::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kRounds = 2;  // groups per thread
-constexpr int kTile = kThreads * kGroup * kRounds;
-constexpr int64_t kMaxRun = int64_t{1} << 30;  // elements, a multiple of kTile
+constexpr int kRounds = 2;        // groups of a thread that has searched for its segment
+constexpr int kBlocksAtOnce = 4;  // per multiprocessor: 1024 threads load 64 KiB at once
+template <class Codec>
+constexpr int kGroups = kThreads * Shape<Codec>::kGroup;  // elements of a block's groups
+template <class Codec>
+constexpr int kTile = kGroups<Codec> * kRounds;
+constexpr int64_t kMaxRun = int64_t{1} << 30;  // elements, a multiple of kTile<Codec>
 
 // Part of a segment, within one chunk of the payload.
 struct Run {
@@ -60,36 +64,34 @@ static_assert(sizeof(LargeTable) + sizeof(EncodeCall) <= kLargeParameters);
 
 // --- Kernels ---
 
-// The tensor's elements or the fill value, scaled and with the residual added.
-template <class T>
-__device__ __forceinline__ void load_input(float (&x)[kGroup], float (&old)[kGroup], const T* from,
+// The tensor's elements, scaled and with the residual added.
+template <class Codec, class T>
+__device__ __forceinline__ void load_input(Group<Codec>& x, Group<Codec>& old, const T* from,
                                            const float* residual, int numel, float scale) {
-  load_group(x, from, numel);
-  if (residual != nullptr) load_group(old, residual, numel);
+  load_group<Codec>(x, from, numel);
+  if (residual != nullptr) load_group<Codec>(old, residual, numel);
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) {
-    x[i] *= scale;
-    if (residual != nullptr) x[i] += old[i];
-  }
+  for (int i = 0; i < Shape<Codec>::kGroup; ++i) x[i] *= scale;
+  if (residual == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < Shape<Codec>::kGroup; ++i) x[i] += old[i];
 }
 
-__device__ __forceinline__ void fill_group(float (&x)[kGroup], float fill, int numel) {
+template <class Codec>
+__device__ __forceinline__ void fill_group(Group<Codec>& x, float fill, int numel) {
 #pragma unroll
-  for (int i = 0; i < kGroup; ++i) x[i] = i / kQuad * kHalf + i % kQuad < numel ? fill : 0;
-}
-
-// How many of the quads of a group that begins `left` elements before the end lie in front of it.
-__device__ __forceinline__ int quads_inside(int64_t left) {
-  return left <= 0 ? 0 : left <= kHalf ? 1 : kQuads;
+  for (int i = 0; i < Shape<Codec>::kGroup; ++i) x[i] = element_at<Codec>(i) < numel ? fill : 0;
 }
 
 // First element of this thread's group in a round, in its run.
+template <class Codec>
 __device__ __forceinline__ int group_begin(uint32_t block, int round) {
-  return static_cast<int>(block) * kTile + round * kThreads * kGroup + group_in_tile();
+  return static_cast<int>(block) * kTile<Codec> + round * kGroups<Codec> +
+         group_in_tile<Codec>(static_cast<int>(threadIdx.x));
 }
 
 template <class Codec, class T, class AnyTable>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     encode_kernel(const __grid_constant__ AnyTable table, const EncodeCall call) {
   const int segment = find_segment(table, blockIdx.x);
   const Run& run = table.run[segment];
@@ -98,59 +100,60 @@ __global__ void __launch_bounds__(kThreads)
   const auto scale = static_cast<float>(call.scale.get());
 #pragma unroll 1
   for (int round = 0; round < kRounds; ++round) {
-    const int begin = group_begin(blockIdx.x - table.first_block[segment], round);
-    if (!warp_inside(begin, padded)) return;
+    const int begin = group_begin<Codec>(blockIdx.x - table.first_block[segment], round);
+    if (!warp_inside<Codec>(begin, padded)) return;
     const bool kept = call.residual != nullptr && run.tensor != nullptr;
     float* residual = kept ? call.residual + run.first + begin : nullptr;
-    float x[kGroup];
-    float old[kGroup];
+    Group<Codec> x;
+    Group<Codec> old;
     if (run.tensor == nullptr) {
-      fill_group(x, table.fill[segment], numel - begin);
+      fill_group<Codec>(x, table.fill[segment], numel - begin);
     } else {
-      load_input(x, old, static_cast<const T*>(run.tensor) + begin, residual, numel - begin, scale);
+      const T* from = static_cast<const T*>(run.tensor) + begin;
+      load_input<Codec>(x, old, from, residual, numel - begin, scale);
     }
-    const Random random{call.key, static_cast<uint32_t>(run.first + begin)};
-    code_group<Codec>(x, call.payload, place_after<Codec>(run.place, begin), random,
-                      call.stochastic, quads_inside(padded - begin));
-    if (kept) keep_group<false>(residual, x, old, numel - begin);
+    const auto first = static_cast<uint32_t>(run.first + begin);
+    code_group<Codec>(x, call.payload, place_after<Codec>(run.place, begin),
+                      quads_inside<Codec>(padded - begin), {call.stochastic, call.key, first},
+                      kept);
+    if (kept) keep_group<Codec, false>(residual, x, old, numel - begin);
   }
 }
 
 template <class Codec, class T, class AnyTable>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     decode_kernel(const __grid_constant__ AnyTable table, const DecodeCall call) {
   const int segment = find_segment(table, blockIdx.x);
   const Run& run = table.run[segment];
 #pragma unroll 1
   for (int round = 0; round < kRounds; ++round) {
-    const int begin = group_begin(blockIdx.x - table.first_block[segment], round);
+    const int begin = group_begin<Codec>(blockIdx.x - table.first_block[segment], round);
     const int left = table.numel[segment] - begin;
     if (left <= 0) return;
-    float x[kGroup];
-    sum_group<Codec>(x, call, place_after<Codec>(run.place, begin), quads_inside(left));
-    store_group(static_cast<T*>(run.tensor) + begin, x, left);
+    Group<Codec> x;
+    sum_group<Codec>(x, call, place_after<Codec>(run.place, begin), quads_inside<Codec>(left));
+    store_group<Codec>(static_cast<T*>(run.tensor) + begin, x, left);
   }
 }
 
 template <class Codec>
-__global__ void __launch_bounds__(kThreads) reduce_kernel(const ReduceCall call) {
-#pragma unroll 1
-  for (int round = 0; round < kRounds; ++round) {
-    const int64_t begin = static_cast<int64_t>(blockIdx.x) * kTile + group_begin(0, round);
-    if (!warp_inside(begin, call.numel)) return;
-    const int64_t left = call.numel - begin;
-    const int quads = quads_inside(left);
-    const Place place = place_after<Codec>(call.place, begin);
-    float* residual = quads > 0 && call.residual != nullptr ? call.residual + begin : nullptr;
-    const int numel = left < kHalf + kQuad ? static_cast<int>(left) : kHalf + kQuad;
-    float x[kGroup] = {};
-    float old[kGroup];
-    if (quads > 0) sum_group<Codec>(x, call.sum, place, quads);
-    if (residual != nullptr) load_group(old, residual, numel);
-    const Random random{call.key, call.first + static_cast<uint32_t>(begin)};
-    code_group<Codec>(x, call.result, place, random, call.stochastic, quads);
-    if (residual != nullptr) keep_group<true>(residual, x, old, numel);
-  }
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce) reduce_kernel(const ReduceCall call) {
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kGroups<Codec> +
+                        group_in_tile<Codec>(static_cast<int>(threadIdx.x));
+  if (!warp_inside<Codec>(begin, call.numel)) return;
+  const int64_t left = call.numel - begin;
+  const int quads = quads_inside<Codec>(left);
+  const Place place = place_after<Codec>(call.place, begin);
+  const bool kept = quads > 0 && call.residual != nullptr;
+  float* residual = kept ? call.residual + begin : nullptr;
+  const int numel = left < kGroups<Codec> ? static_cast<int>(left) : kGroups<Codec>;
+  Group<Codec> x = {};
+  Group<Codec> old;
+  if (quads > 0) sum_group<Codec>(x, call.sum, place, quads);
+  if (kept) load_group<Codec>(old, residual, numel);
+  const uint32_t first = call.first + static_cast<uint32_t>(begin);
+  code_group<Codec>(x, call.result, place, quads, {call.stochastic, call.key, first}, kept);
+  if (kept) keep_group<Codec, true>(residual, x, old, numel);
 }
 
 // --- Launches ---
@@ -201,7 +204,7 @@ class Tables {
     table_.numel[i] = numel;
     table_.fill[i] = fill;
     table_.run[i] = run;
-    blocks_ += (numel + kTile - 1) / kTile;
+    blocks_ += (numel + kTile<Codec> - 1) / kTile<Codec>;
   }
 
   SmallTable small_copy() const {
@@ -252,10 +255,10 @@ void reduce_cuda(const void* received, void* result, float* residual, const Redu
                  CUstream_st* stream) {
   check_layout(args.layout);
   check_sources(args.sources);
-  const int64_t blocks = (args.layout.chunk_numel + kTile - 1) / kTile;
-  check_blocks("reduce_cuda", blocks);
   visit_format(args.layout.format, [&](auto codec) {
     using Codec = typename decltype(codec)::type;
+    const int64_t blocks = (args.layout.chunk_numel + kGroups<Codec> - 1) / kGroups<Codec>;
+    check_blocks("reduce_cuda", blocks);
     const DecodeCall sum{static_cast<const uint8_t*>(received), args.layout.chunk_bytes,
                          args.sources};
     const ReduceCall call{sum,

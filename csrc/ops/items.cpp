@@ -33,11 +33,10 @@ SlotLayout SlotLayout::of(const at::Tensor& like, int64_t offset) {
   SlotLayout layout;
   layout.offset = offset;
   layout.numel = like.numel() * (like.is_complex() ? 2 : 1);
-  layout.sizes = like.sizes().vec();
-  layout.strides = like.strides().vec();
+  layout.sizes = at::DimVector(like.sizes());
+  layout.strides = at::DimVector(like.strides());
   if (!like.is_non_overlapping_and_dense()) {
-    const auto row_major = c10::contiguous_strides(like.sizes());
-    layout.strides.assign(row_major.begin(), row_major.end());
+    layout.strides = c10::contiguous_strides(like.sizes());
   }
   return layout;
 }
@@ -79,6 +78,8 @@ DType kernel_dtype(at::ScalarType dtype) {
 SegmentTable::SegmentTable(const std::vector<Item>& items, Way way, int64_t numel,
                            at::Device device, at::ScalarType dtype) {
   std::vector<Segment> fills;
+  // The tensors nearly always share one dtype, mostly the buffer's.
+  groups_.at(static_cast<size_t>(kernel_dtype(dtype))).reserve(items.size());
   for (const Item& item : items) {
     check_item(item, numel, device);
     FS_CHECK_VALUE(item.tensor.defined() || way == Way::kGather,
@@ -99,17 +100,21 @@ SegmentTable::SegmentTable(const std::vector<Item>& items, Way way, int64_t nume
 
 void SegmentTable::add(const Item& item, Way way) {
   const SlotLayout& layout = *item.layout;
-  at::Tensor memory = item.tensor;
-  if (!in_slot_order(item.tensor, layout)) {
-    memory =
-        make_strided(layout.sizes, layout.strides, item.tensor.scalar_type(), item.tensor.device());
-    if (way != Way::kScatter) memory.copy_(item.tensor);
-    reordered_.emplace_back(item.tensor, memory);
-  }
-  if (way != Way::kGather) item.tensor.unsafeGetTensorImpl()->bump_version();
-  const DType dtype = kernel_dtype(item.tensor.scalar_type());
+  const at::Tensor& tensor = item.tensor;
+  if (way != Way::kGather) tensor.unsafeGetTensorImpl()->bump_version();
+  const DType dtype = kernel_dtype(tensor.scalar_type());
+  const bool in_order = in_slot_order(tensor, layout);
+  void* memory = in_order ? tensor.data_ptr() : reordered(tensor, layout, way);
   groups_.at(static_cast<size_t>(dtype))
-      .push_back({memory.data_ptr(), layout.offset, layout.numel, item.fill});
+      .push_back({memory, layout.offset, layout.numel, item.fill});
+}
+
+void* SegmentTable::reordered(const at::Tensor& tensor, const SlotLayout& layout, Way way) {
+  const at::Tensor memory =
+      make_strided(layout.sizes, layout.strides, tensor.scalar_type(), tensor.device());
+  if (way != Way::kScatter) memory.copy_(tensor);
+  reordered_.emplace_back(tensor, memory);
+  return memory.data_ptr();
 }
 
 void SegmentTable::finish() {

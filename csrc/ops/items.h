@@ -1,6 +1,7 @@
 // Tensors that a kernel gathers from or scatters to, and their conversion to its table of segments.
 #pragma once
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 
 #include <array>
@@ -21,8 +22,8 @@ namespace fastsync::ops {
 struct SlotLayout {
   int64_t offset = 0;  // first real element in the flat buffer
   int64_t numel = 0;   // real elements
-  std::vector<int64_t> sizes;
-  std::vector<int64_t> strides;
+  at::DimVector sizes;
+  at::DimVector strides;
 
   static SlotLayout of(const at::Tensor& like, int64_t offset);
   // One-dimensional.
@@ -68,6 +69,8 @@ class SegmentTable {
 
  private:
   void add(const Item& item, Way way);
+  // Returns the memory of a temporary in the slot's order.
+  void* reordered(const at::Tensor& tensor, const SlotLayout& layout, Way way);
 
   std::array<std::vector<kernels::Segment>, kDTypes> groups_;
   std::vector<std::pair<at::Tensor, at::Tensor>> reordered_;  // tensor, temporary

@@ -2,11 +2,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/strides.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <deque>
-#include <utility>
 #include <vector>
 
 #include "ops/items.h"
@@ -15,11 +14,8 @@
 namespace fastsync::engine {
 
 // The same elements side by side, in row-major order.
-inline ops::SlotLayout compact(int64_t offset, int64_t numel, const std::vector<int64_t>& sizes) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t i = sizes.size(); i-- > 1;)
-    strides[i - 1] = strides[i] * std::max<int64_t>(1, sizes[i]);
-  return {offset, numel, sizes, std::move(strides)};
+inline ops::SlotLayout compact(int64_t offset, int64_t numel, at::IntArrayRef sizes) {
+  return {offset, numel, at::DimVector(sizes), c10::contiguous_strides(sizes)};
 }
 
 inline at::Tensor run_of(const at::Tensor& flat, int64_t begin, int64_t numel) {

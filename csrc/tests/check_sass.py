@@ -66,9 +66,8 @@ class CheckError(Exception):
 SIZES = {"BFloat16": 2, "Half": 2, "float": 4, "double": 8}
 
 
-# Elements of a quad in codec_group.h, of which a thread has two, and bytes of their codes.
+# Elements of a quad in codec_group.h, and bytes of their codes.
 QUAD = 4
-QUADS = 2
 CODE_BYTES = {
     "Float32Codec": 16,
     "BFloat16Codec": 8,
@@ -117,34 +116,39 @@ def transfer_accesses(dst: str, src: str, accumulate: str) -> Accesses:
     return replace(found, loads8=None, stores8=None) if wide == 8 else found
 
 
-def group_accesses(size: int) -> list[int]:
+def quads(codec: str) -> int:
+    """Return how many quads a thread's group has: more where a block's scale is shared."""
+    return 2 if codec in ("Float32Codec", "BFloat16Codec") else 4
+
+
+def group_accesses(codec: str, size: int) -> list[int]:
     """Bytes of the accesses to a group of elements of a size."""
-    return [QUAD * size] * QUADS
+    return [QUAD * size] * quads(codec)
 
 
 def code_accesses(codec: str) -> list[int]:
     """Return the accesses to a group's codes."""
-    return [CODE_BYTES[codec]] * QUADS
+    return [CODE_BYTES[codec]] * quads(codec)
 
 
 def encode_accesses(codec: str, tensor: str) -> Accesses:
     """Return the accesses of encode: a group of the tensor and of the residual in, codes and
     residual out.
     """
-    loads = group_accesses(SIZES[tensor]) + group_accesses(4)
-    found = Accesses.of(loads, code_accesses(codec) + group_accesses(4))
+    loads = group_accesses(codec, SIZES[tensor]) + group_accesses(codec, 4)
+    found = Accesses.of(loads, code_accesses(codec) + group_accesses(codec, 4))
     return replace(found, factors=1)
 
 
 def decode_accesses(codec: str, tensor: str) -> Accesses:
     """Return the accesses of decode: codes of several sources in, a group of the tensor out."""
-    return Accesses.of(SOURCE_LOADS * code_accesses(codec), group_accesses(SIZES[tensor]))
+    return Accesses.of(SOURCE_LOADS * code_accesses(codec), group_accesses(codec, SIZES[tensor]))
 
 
 def reduce_accesses(codec: str) -> Accesses:
     """Codes of several sources and the residual in, codes and residual out."""
-    loads = SOURCE_LOADS * code_accesses(codec) + group_accesses(4)
-    return Accesses.of(loads, code_accesses(codec) + group_accesses(4))
+    loads = SOURCE_LOADS * code_accesses(codec) + group_accesses(codec, 4)
+    return Accesses.of(loads, code_accesses(codec) + group_accesses(codec, 4))
 
 
 EXPECTATIONS = (
