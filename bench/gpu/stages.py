@@ -37,7 +37,7 @@ RANK_TESTS = tuple(
 )
 NETWORKED = "ddp,ddp_view,ddp_fp16,fastsync,fastsync_bf16,fastsync_int8"
 TRACED = "ddp,fastsync,fastsync_bf16,fastsync_int8"
-CODECS = "kernels --cases encode,reduce,decode,select --models gpt2"
+CODECS = "kernels --cases encode,reduce,decode,select --models gpt2 --rounds 5"
 RANKS = f"--models gpt2,{HOST_BOUND} --seconds 40 --check-steps 3"
 KERNELS = "regex:transfer_kernel|encode_kernel|decode_kernel|reduce_kernel"
 
@@ -113,7 +113,7 @@ def stages(context: Context) -> dict[str, Stage]:
             "kernels",
             "pack and unpack against this GPU's own copy and what torch offers",
             150,
-            f"kernels --models {SHAPES} --cases pack,unpack",
+            f"kernels --models {SHAPES} --cases pack,unpack --rounds 5",
             "--device cuda",
         ),
         _tests("smoke", "each part once, two ranks over NCCL", SMOKE_TESTS, seconds=90),
