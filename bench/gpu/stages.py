@@ -105,7 +105,8 @@ def stages(context: Context) -> dict[str, Stage]:
 
     # torch's exact variants that this torch has, and FastDDP's default.
     exact = (name for name, v in VARIANTS.items() if v.wire is None and not v.lossy)
-    torchs = f"{available(*exact)},{OURS}"
+    torchs = f"{available(*(name for name in exact if not name.startswith(OURS)))},{OURS}"
+    overhead, few = f"overhead --ranks 1 --wrappers {torchs} --models", "--rounds 5 --check-steps 1"
     every = (
         _build(),
         _tests("units", "the kernels do what their slow twins do, in one process", KERNEL_TESTS),
@@ -120,9 +121,9 @@ def stages(context: Context) -> dict[str, Stage]:
         measured(
             "overhead",
             "what a wrapper costs where there is nothing to send: one rank",
-            300,
-            f"overhead --ranks 1 --wrappers {torchs} --models {GPU_BOUND},{HOST_BOUND}",
-            "--rounds 5 --check-steps 1",
+            150,
+            f"{overhead} {GPU_BOUND}",
+            few,
         ),
         _graphs(context),
         _memory(context, torchs),
@@ -135,6 +136,13 @@ def stages(context: Context) -> dict[str, Stage]:
             together=True,
         ),
         _zero(context),
+        measured(
+            "host",
+            "the same where the host holds the GPU up: many small tensors",
+            150,
+            f"{overhead} {HOST_BOUND}",
+            few,
+        ),
         _sanitizer(str(context.work / "cmake")),
         _trace(context),
         _profile(context),
@@ -152,7 +160,8 @@ def stages(context: Context) -> dict[str, Stage]:
 
 def _graphs(context: Context) -> Stage:
     summary = "a whole step in a CUDA graph, beside the same step without one"
-    return Stage("graphs", summary, 90, (context.bench(f"graphs --models {HOST_BOUND}", "graphs"),))
+    graphs = f"graphs --models {HOST_BOUND} --rounds 5 --steps 4"
+    return Stage("graphs", summary, 90, (context.bench(graphs, "graphs"),))
 
 
 def _memory(context: Context, wrappers: str) -> Stage:
