@@ -273,7 +273,9 @@ std::vector<bool> Bucket::used_on_any_rank(const std::vector<bool>& used_anywher
 }
 
 at::Tensor Bucket::sums_of_flags() const {
-  return transport_->has_flags() ? transport_->flags().to(at::kFloat) : at::Tensor();
+  if (!transport_->has_flags()) return {};
+  // Those of a coded bucket fill up its chunks.
+  return transport_->flags().narrow(0, 0, static_cast<int64_t>(slots_->size())).to(at::kFloat);
 }
 
 at::Tensor Bucket::flags_on_host() const {

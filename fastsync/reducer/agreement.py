@@ -44,8 +44,12 @@ def agree_on_plan(mine: PlanFacts, group: dist.ProcessGroup, device: torch.devic
     world = dist.get_world_size(group)
     if world == 1:
         return mine
-    network = torch.tensor([mine.network.rate, mine.network.latency], dtype=torch.float64)
-    row = torch.cat([network.view(torch.uint8), torch.tensor(mine.trained, dtype=torch.uint8)])
+    network = torch.tensor(
+        [mine.network.rate, mine.network.latency], dtype=torch.float64, device="cpu"
+    )
+    row = torch.cat(
+        [network.view(torch.uint8), torch.tensor(mine.trained, dtype=torch.uint8, device="cpu")]
+    )
     row = row.to(_spoken(device, group))
     everyones = [torch.empty_like(row) for _ in range(world)]
     _all_gather(everyones, row, group)
@@ -66,8 +70,8 @@ def _measured_latency(group: dist.ProcessGroup, device: torch.device) -> float:
     """
     if device.type != "cpu":
         return 0.0
-    mine, seconds = torch.zeros(1), []
-    everyones = [torch.zeros(1) for _ in range(dist.get_world_size(group))]
+    mine, seconds = torch.zeros(1, device="cpu"), []
+    everyones = [torch.zeros(1, device="cpu") for _ in range(dist.get_world_size(group))]
     for _ in range(_PROBES):
         start = time.perf_counter()
         _all_gather(everyones, mine, group)  # a test that counts all-reduces finds none here

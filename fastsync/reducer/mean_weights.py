@@ -183,7 +183,7 @@ class MeanWeights:
         self._total: Number = 0.0  # and all ranks; 0: it has no weights
         self._fresh = _Given()  # since a backward began
         self._forget()
-        self._shared = torch.empty(0)  # the sum, then the status of each rank
+        self._shared = torch.empty(0, device="cpu")  # the sum, then the status of each rank
         self._work: dist.Work | None = None
         self._unseen: list[tuple[torch.Event, int, torch.Tensor]] = []
         self._last: _Mean | None = None  # until the next backward begins
@@ -361,7 +361,9 @@ class MeanWeights:
             mine.copy_(torch.where(there > 0, there, mine))
         if batches is not None:
             first = 1 + self._world + self._rank * more
-            self._shared[first : first + more] = torch.tensor(batches.mine(), dtype=torch.float64)
+            self._shared[first : first + more] = torch.tensor(
+                batches.mine(), dtype=torch.float64, device="cpu"
+            )
         if self._world > 1:
             self._work = dist.all_reduce(self._shared, group=self.group, async_op=True)
 
@@ -412,7 +414,7 @@ class MeanWeights:
         for average in later:
             average.mul_(earlier / total)
         facts = torch.cat((total.reshape(1), statuses))
-        on_host = torch.empty(facts.shape, dtype=torch.float64, pin_memory=True)
+        on_host = torch.empty(facts.shape, dtype=torch.float64, device="cpu", pin_memory=True)
         on_host.copy_(facts, non_blocking=True)
         event = torch.get_device_module(self.device).Event()
         event.record()

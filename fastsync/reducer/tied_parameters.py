@@ -55,7 +55,7 @@ class _Memory:
         if self.begin >= other.end or other.begin >= self.end:
             return False
         origin = min(self.begin, other.begin)
-        touched = torch.zeros(max(self.end, other.end) - origin, dtype=torch.bool)
+        touched = torch.zeros(max(self.end, other.end) - origin, dtype=torch.bool, device="cpu")
         self._bytes(touched, origin).fill_(True)
         return bool(other._bytes(touched, origin).any())
 

@@ -181,7 +181,7 @@ def _power(params: Sequence[torch.Tensor], norm_type: float, device: torch.devic
 
 def _rounded(share: float) -> float:
     """Round to fp32: ranks that add up in different ways must scale alike."""
-    return torch.tensor(share, dtype=torch.float32).item() if share < 1e38 else share
+    return torch.tensor(share, dtype=torch.float32, device="cpu").item() if share < 1e38 else share
 
 
 def _squares(params: Sequence[torch.Tensor], holders: Holders) -> _Squares | None:

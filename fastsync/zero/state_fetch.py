@@ -282,7 +282,7 @@ def _each_view(tensors: Iterable[torch.Tensor], done: Any) -> Iterator[memoryvie
             stream = module.Stream(tensor.device)
             if done is not None:
                 stream.wait_event(done)
-        host = torch.empty(min(flat.numel(), _STAGED), dtype=torch.uint8)
+        host = torch.empty(min(flat.numel(), _STAGED), dtype=torch.uint8, device="cpu")
         for part in flat.split(_STAGED):
             with module.stream(stream):
                 host[: part.numel()].copy_(part)
@@ -596,7 +596,7 @@ def _fill(call: Call, target: torch.Tensor) -> None:
     if target.is_cpu:
         call.fill(_memory(flat))
         return
-    host = torch.empty(min(flat.numel(), _STAGED), dtype=torch.uint8)
+    host = torch.empty(min(flat.numel(), _STAGED), dtype=torch.uint8, device="cpu")
     for part in flat.split(_STAGED):
         call.fill(_memory(host[: part.numel()]))
         part.copy_(host[: part.numel()])

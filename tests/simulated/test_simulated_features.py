@@ -386,6 +386,44 @@ def test_weighted_results_are_the_cpus(feature):
     compare(run_simulated(on_both_devices, 2, feature), 2e-3)
 
 
+class Sides(nn.Module):
+    """Layers that travel coded and as they are, which a rank may leave out, and nothing."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(5, 8)
+        self.coded = nn.Linear(8, 8)
+        self.plain = nn.Linear(8, 8, dtype=torch.float64)
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def forward(self, x, sides):
+        x = self.base(x)
+        if sides:
+            x = self.coded(x) + self.plain(x.double()).float() + self.empty.sum()
+        return x.square().mean()
+
+
+def left_out(rank, world, options):
+    """Return gradients of layers that rank 1 uses in the first step alone."""
+    from tests.simulated.device import placed
+
+    model = FastDDP(
+        placed(Sides()), find_unused_parameters=True, bucket_cap_mb=1e-5, **grouped(options)
+    )
+    for step in range(3):
+        model.zero_grad()
+        model(words(rank, step).float().to(DEVICE), rank == 0 or step == 0).backward()
+    return {name: None if p.grad is None else p.grad.cpu() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("options", [{"wire": "int8"}, {"wire": "int8", "nonfinite": "skip"}])
+def test_layers_that_a_rank_leaves_out_get_the_others_gradients(options):
+    first, second = run_simulated(left_out, 2, options)
+    for name, grad in first.items():
+        assert torch.equal(grad, second[name]), name
+
+
 def mistaken(rank, world, kind):
     from tests.simulated.device import placed
 

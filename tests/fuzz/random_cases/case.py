@@ -6,7 +6,13 @@ import zlib
 import torch
 
 from tests.fuzz.random_cases import rule
-from tests.fuzz.random_cases.drawing import draw, may_be_cut, with_dtensors, with_groups
+from tests.fuzz.random_cases.drawing import (
+    draw,
+    may_be_cut,
+    simulated,
+    with_dtensors,
+    with_groups,
+)
 from tests.fuzz.random_cases.endings import LAYERS_CHANGE, change_layers, layers_change
 from tests.fuzz.random_cases.stages import BEFORE, STEPS, accumulate, applicable
 from tests.fuzz.random_cases.tree import Tree
@@ -26,27 +32,32 @@ class Case:
         self.note = note
         self.layers_change = layers_change(seed)
         self.rng = random.Random(seed)  # the same on every rank
-        drawn = draw(self.rng, seat.world)
+        self.seat = seat
+        drawn = self.draw()
         apart = random.Random(f"meshes of {seed}")
-        if may_be_cut(drawn) and apart.random() < 0.25:
+        if seat.folded and may_be_cut(drawn) and apart.random() < 0.25:
             seat, drawn = apart.choice(seat.folded), with_dtensors(drawn, seed)
         self.seat = seat
         self.mine = random.Random(1000 * seed + seat.rank + 1)  # this rank's own
-        torch.default_generator.manual_seed(seed)
+        torch.manual_seed(seed)
         first = self.add(with_groups(drawn, seed, seat.world))
         self.models = [first]
         way = self.rng.choice(("alone",) * 5 + ("another", "shared"))
         way = way if seat.world > 1 else "alone"
         if way == "another":
             group = self.rng.choice((None, seat.second))
-            self.models.append(self.add(draw(self.rng, seat.world), group))
+            self.models.append(self.add(self.draw(), group))
         elif way == "shared" and first.drawn.theme == "plain":
-            drawn = draw(self.rng, seat.world, "plain")
+            drawn = self.draw("plain")
             drawn = with_dtensors(drawn, seed) if first.drawn.cuts else drawn
             self.models.append(self.add(drawn, twins=first.twins))
             for model in self.models:
                 model.siblings = [other for other in self.models if other is not model]
         self.note(f"models: {way if len(self.models) > 1 else 'alone'}")
+
+    def draw(self, theme=None):
+        drawn = draw(self.rng, self.seat.world, theme)
+        return drawn if self.seat.device == "cpu" else simulated(drawn)
 
     def add(self, drawn, group=None, twins=None):
         self.note(f"theme: {drawn.theme}")

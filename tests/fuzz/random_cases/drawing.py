@@ -17,8 +17,10 @@ from tests.fuzz.random_cases.tree import KINDS, REAL
 from tests.fuzz.random_cases.wires import EXACT_WIRES, draw_wire
 from tests.wire.reference_codes import ROUND
 
-__all__ = ["Drawn", "draw", "may_be_cut", "with_dtensors", "with_groups"]
+__all__ = ["Drawn", "draw", "may_be_cut", "simulated", "with_dtensors", "with_groups"]
 
+# Kinds of parameters that the simulated device has no operators for.
+NOT_SIMULATED = ("complex", "conj", "sparse")
 WITHOUT_COMPLEX = tuple(kind for kind in KINDS if kind not in ("complex", "conj"))
 THEMES = (
     ("plain",) * 4 + ("wire",) * 4 + ("hook", "mixed", "zero", "zero", "static", "strict", "skip")
@@ -173,6 +175,15 @@ def draw(rng, world, theme=None):
         }[theme]
     )
     return Drawn(theme, shape, options=options)
+
+
+def simulated(drawn):
+    """Leave out what the simulated device lacks, and what its detector takes for a race: pieces of
+    one bucket that kernels on two streams use in one page of memory."""
+    kinds = tuple(kind for kind in drawn.kinds if kind not in NOT_SIMULATED)
+    wire = replace(drawn.wire, piece_bytes=None)
+    options = {**drawn.options, "wire": wire} if "wire" in drawn.options else drawn.options
+    return replace(drawn, kinds=kinds, wire=wire, options=options)
 
 
 def with_groups(drawn, seed, world):

@@ -117,7 +117,8 @@ def adopt(wrapped):
 
 
 def gathered(wrapped, mine):
-    """Return `mine` of all ranks, [world, numel]."""
+    """Return `mine` of all ranks, [world, numel], on the CPU."""
+    mine = mine.cpu()
     everyones = [torch.empty_like(mine) for _ in range(wrapped.seat.world)]
     dist.all_gather(everyones, mine, group=wrapped.seat.judges)
     return torch.stack(everyones)
@@ -257,7 +258,7 @@ class _Parameter:
     def _scale(self):
         """1 / N in the arithmetic of the kernels."""
         wide = torch.float64 if self.real is torch.float64 else torch.float32
-        return torch.tensor(self.scale, dtype=wide)
+        return torch.tensor(self.scale, dtype=wide, device="cpu")
 
     def _eps(self):
         return torch.finfo(self.real).eps

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -79,8 +80,10 @@ def seat_of(rank, world, mesh_size):
     return Seat(rank // mesh_size, among, judges, second, apart, first, mesh["tp"])
 
 
-def run_cases(rank, world, seeds, folder, family="models"):
+def run_cases(rank, world, seeds, folder, family="models", device="cpu"):
     """Run cases one after the other, and leave the number of the current one in a file.
+
+    On another device than the CPU nothing is a DTensor.
 
     Returns:
         Of each case its number, its seconds and the kinds of what was drawn.
@@ -91,8 +94,10 @@ def run_cases(rank, world, seeds, folder, family="models"):
     sizes = [size for size in (1, 2) if world % size == 0]
     folded = tuple(seat_of(rank, world, size) for size in sizes)
     seat = replace(folded[0], first=None, mesh=None, folded=folded)
+    if device != "cpu":
+        seat = replace(seat, folded=(), device=device)
     done = []
-    with (folder / str(rank)).open("w") as file:
+    with (folder / str(rank)).open("w") as file, torch.device(device):
         for seed in seeds:
             warnings.simplefilter("ignore")
             start = time.monotonic()

@@ -28,6 +28,7 @@ class Seat:
         first: the group that models have; None: that of all ranks of the team.
         mesh: the ranks that have other parts of the same DTensors, and do all that this one does.
         folded: seats among fewer ranks, where the others are in a mesh.
+        device: the kind of device that everything is on.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class Seat:
     first: object = None
     mesh: object = None
     folded: tuple = ()
+    device: str = "cpu"
 
 
 def same(one, other):
