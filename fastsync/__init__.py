@@ -34,12 +34,13 @@ from fastsync.replacing import replace_where_asked
 from fastsync.timeline.group_rows import UnitTiming
 from fastsync.timeline.stats import BucketTiming, SyncStats
 from fastsync.timeline.timeline_policy import TimelinePolicy
-from fastsync.wire.formats import Codec, TopK, Wire, register_codec
+from fastsync.wire.formats import ChunkedTopK, Codec, TopK, Wire, register_codec
 from fastsync.wire.plugins import load_codec
 
 __all__ = [
     "BucketTiming",
     "BuildError",
+    "ChunkedTopK",
     "Codec",
     "Delayed",
     "DiLoCo",

@@ -4,7 +4,8 @@
 
 The byte-level GPT of `bench curves` is trained from the same weights on the same batches, in each
 mode of `sync=`, several times with other batches. The loss that counts is that of held-out data
-after the last step, once all ranks have averaged.
+after the last step, once all ranks have averaged. `SparseLoCo` is DiLoCo with an outer learning
+rate of 1 and without outer momentum, whose place what the codes lack takes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any
 from bench.commands.curves import Curve, Task, gpt_task, train
 from bench.measure import benchmark as b
 from examples.common.ranks import Group, argument, whole
-from fastsync import Delayed, DiLoCo, LocalSGD, TopK, Wire
+from fastsync import ChunkedTopK, Delayed, DiLoCo, LocalSGD, TopK, Wire
 
 REFERENCE = "every step"
 STEPS, SEEDS = 256, 2
 SEED_STEPS = 100_000  # between the batches of two trainings
+
 
 MODES: Mapping[str, dict[str, Any]] = {
     REFERENCE: {"wire": Wire(shared_memory=False)},
@@ -32,6 +34,8 @@ MODES: Mapping[str, dict[str, Any]] = {
     "DiLoCo(32)": {"sync": DiLoCo(32)},
     "DiLoCo(32, int4)": {"sync": DiLoCo(32, wire="int4")},
     "DiLoCo(32, topk 1/32)": {"sync": DiLoCo(32, wire=TopK(1 / 32))},
+    "DiLoCo(32, chunked topk 1/32)": {"sync": DiLoCo(32, wire=ChunkedTopK(1 / 32))},
+    "SparseLoCo(32, 1/32)": {"sync": DiLoCo(32, 1.0, 0.0, wire=ChunkedTopK(1 / 32))},
     "DiLoCo(32, int4, streamed)": {"sync": DiLoCo(32, fragments=4, overlap=2, wire="int4")},
     "DiLoCo(64)": {"sync": DiLoCo(64)},
 }

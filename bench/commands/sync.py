@@ -28,7 +28,7 @@ from examples.common.rounds import in_turn, over, slowest
 from examples.common.text import Progress, Spread
 from examples.common.training import Lane, make_lanes
 from examples.common.variants import Variant, Wrap, ddp, fast_ddp
-from fastsync import DiLoCo, TopK
+from fastsync import ChunkedTopK, DiLoCo, TopK
 
 ALONE, REFERENCE, STREAMED = "no synchronisation", "every step", ", streamed"
 REFERENCE_STEPS = 2
@@ -52,6 +52,7 @@ def ways(every: int, per_node: int) -> Mapping[str, Wrap]:
         f"DiLoCo({every}, int4, within={per_node})": mode(**nodes),
         f"DiLoCo({every}, int4, within={per_node}{STREAMED})": mode(**nodes, **stream),
         f"DiLoCo({every}, topk 1/64)": mode(wire=TopK(1 / 64)),
+        f"DiLoCo({every}, chunked topk 1/64)": mode(wire=ChunkedTopK(1 / 64)),
     }
     known: dict[str, Wrap] = {ALONE: lambda module, device: module, REFERENCE: ddp()}
     return known | {name: fast_ddp(sync=mode) for name, mode in modes.items()}

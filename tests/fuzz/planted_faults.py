@@ -29,6 +29,7 @@ SHARED = "tests/ddp/test_shares.py"
 SKIPS = "tests/faults/test_skipped_steps.py"
 UNIT_MEANS = "tests/fsdp/test_fsdp_weights.py"
 ROUNDS = "tests/sync/test_rounds.py"
+CHUNKED = "tests/wire/test_chunked_topk.py"
 GROUPS = "tests/ddp/test_groups.py"
 DTENSORS = "tests/ddp/test_dtensors.py"
 PARAM_GROUPS = "fastsync/config/param_groups.py"
@@ -450,6 +451,20 @@ FAULTS = [
         "return self.core.steps() < self.policy.wire.warmup_steps",
         "return False",
         "tests/wire/test_wire.py::test_warmup_steps_travel_as_they_are",
+    ),
+    Fault(
+        "weak-elements-grow-to-half-the-largest",
+        "fastsync/wire/formats.py",
+        "weak = kept.abs() < scales / 4",
+        "weak = kept.abs() < 0",
+        f"{CHUNKED}::test_values_are_those_of_the_twin[9000]",
+    ),
+    Fault(
+        "places-in-a-chunk-cut-to-a-byte",
+        "fastsync/wire/formats.py",
+        "low.long() + 256 * _unpacked(high, 4)",
+        "low.long() + 0 * _unpacked(high, 4)",
+        f"{CHUNKED}::test_a_step_is_the_sum_of_what_the_twin_keeps_of_each_rank[2]",
     ),
     # --- fastsync/ddp
     Fault(

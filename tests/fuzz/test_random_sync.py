@@ -14,15 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastsync import Delayed, DiLoCo, FastDDP, LocalSGD, TopK
+from fastsync import ChunkedTopK, Delayed, DiLoCo, FastDDP, LocalSGD, TopK
 from fastsync.sync.schedule import cut
 from tests.helpers.teams import end, run_ranks
 from tests.sync import oracle
 
 FIXED = 60
 DRAWN = 4
-SHAPES = [(), (1,), (3,), (5, 4), (2, 3, 4), (65,), (17, 16), (200,), (0, 3)]
-WIRES = ["fp32", "fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", TopK(0.05), TopK(0.5)]
+SHAPES = [(), (1,), (3,), (5, 4), (2, 3, 4), (65,), (17, 16), (200,), (0, 3), (4200,)]
+WIRES = [
+    *("fp32", "fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", TopK(0.05), TopK(0.5)),
+    *(ChunkedTopK(0.001), ChunkedTopK(1 / 64)),
+]
 
 
 class Parameters(nn.Module):

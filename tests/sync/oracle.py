@@ -3,9 +3,10 @@
 import torch
 import torch.distributed as dist
 
-from fastsync import Delayed, DiLoCo
+from fastsync import ChunkedTopK, Delayed, DiLoCo
 from fastsync.reducer import core
 from fastsync.wire.formats import Format
+from tests.wire.reference_codes import chunked_topk
 
 
 def everyones(tensor, group=None):
@@ -42,6 +43,13 @@ def largest(codec, tensors):
     return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
+def arrived(codec, tensors):
+    """Return what tensors are once they have been coded and decoded."""
+    if isinstance(codec, ChunkedTopK):
+        return [chunked_topk(t, codec.kept) for t in tensors]
+    return (coded if isinstance(codec, Format) else largest)(codec, tensors)
+
+
 def train(mode, params, cuts, local_step, steps, ends=(), group=None):
     """Return the parameters after each step.
 
@@ -67,7 +75,7 @@ def train(mode, params, cuts, local_step, steps, ends=(), group=None):
         if mode.codec is None:
             return mean(differences, group), mine
         owed = [residual[i] + d for i, d in zip(cut, differences, strict=True)]
-        codes = (coded if isinstance(mode.codec, Format) else largest)(mode.codec, owed)
+        codes = arrived(mode.codec, owed)
         for i, o, c in zip(cut, owed, codes, strict=True):
             residual[i] = o - c
         rows = [everyones(code, group) for code in codes]

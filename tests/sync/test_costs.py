@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastsync import Delayed, DiLoCo, FastDDP, LocalSGD, TopK
+from fastsync import ChunkedTopK, Delayed, DiLoCo, FastDDP, LocalSGD, TopK
 from fastsync.planner.hardware import sent_bytes
 from fastsync.sync.costs import StepCost, choose, step_cost
 from tests.helpers.teams import run_ranks
@@ -15,6 +15,7 @@ MODES = {
     "int8": DiLoCo(4, wire="int8"),
     "int4": DiLoCo(2, wire="int4"),
     "topk": DiLoCo(4, wire=TopK(0.1)),
+    "chunked topk": DiLoCo(4, wire=ChunkedTopK(0.1)),
     "delayed": Delayed(2),
 }
 SIZES = [p.numel() for p in net().parameters()]

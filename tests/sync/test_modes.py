@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastsync import Delayed, DiLoCo, FastDDP, LocalSGD, TopK
+from fastsync import ChunkedTopK, Delayed, DiLoCo, FastDDP, LocalSGD, TopK
 from tests.helpers.teams import run_ranks
 from tests.sync import oracle
 
@@ -24,9 +24,11 @@ MODES = {
     "diloco-int8": DiLoCo(4, wire="int8"),
     "diloco-bf16": DiLoCo(3, wire="bf16"),
     "diloco-topk": DiLoCo(4, wire=TopK(0.1)),
+    "diloco-chunked-topk": DiLoCo(4, wire=ChunkedTopK(0.002)),
     "streaming": DiLoCo(5, fragments=3),
     "streaming-overlapped": DiLoCo(6, fragments=2, overlap=2),
     "streaming-int4": DiLoCo(4, fragments=4, overlap=3, wire="int4", alpha=0.25),
+    "streaming-chunked-topk": DiLoCo(4, fragments=3, overlap=1, wire=ChunkedTopK(0.004)),
     "delayed": Delayed(1),
     "delayed-by-3": Delayed(3),
 }

@@ -1,12 +1,13 @@
 """Reference for the values of a parameter that travels as a code, by torch's operations."""
 
+import math
 from itertools import pairwise
 
 import torch
 
 from fastsync import Codec
 
-__all__ = ["ROUND", "GatheredHalves", "Halves", "by_shares"]
+__all__ = ["ROUND", "GatheredHalves", "Halves", "by_shares", "chunked_topk"]
 
 
 def _blocks(values, size):
@@ -73,6 +74,21 @@ def by_shares(tensor, wire, world, dim=0):
     ends = [min(tensor.shape[dim], each * rank) for rank in range(world + 1)]
     parts = [tensor.narrow(dim, a, b - a).contiguous().float() for a, b in pairwise(ends)]
     return torch.cat([ROUND[wire](part) for part in parts], dim)
+
+
+def chunked_topk(tensor, kept):
+    """Return what `kept` elements of each chunk of a finite tensor arrive as, one by one."""
+    values, result = tensor.flatten(), torch.zeros(tensor.numel())
+    for begin in range(0, values.numel(), 4096):
+        chunk = values[begin : begin + 4096].tolist()
+        order = sorted(range(len(chunk)), key=lambda i: -abs(chunk[i]))
+        largest = torch.tensor(abs(chunk[order[0]]))
+        quarter, half, most = (largest * part for part in (0.25, 0.5, 0.75))
+        for i in order[:kept]:
+            if abs(chunk[i]) >= quarter:
+                size = largest if abs(chunk[i]) >= most else half
+                result[begin + i] = math.copysign(size, chunk[i])
+    return result.view_as(tensor)
 
 
 class Halves(Codec):

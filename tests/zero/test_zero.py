@@ -10,7 +10,7 @@ from torch.distributed.algorithms import Join
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from fastsync import FastDDP, Zero
+from fastsync import ChunkedTopK, FastDDP, Zero
 from fastsync.config.arguments import grouped
 from fastsync.testing import RankError
 from tests.helpers.teams import run_ranks
@@ -347,6 +347,7 @@ def wrap_with(rank, world, arguments):
 FEATURES = {
     "int8": {"wire": "int8"},
     "topk": {"wire": "topk"},
+    "chunked topk": {"wire": ChunkedTopK(0.1)},
     "mixed": {"mixed_precision": _MixedPrecision(torch.bfloat16, torch.float32, None)},
     "copies": {"gradient_as_bucket_view": False},
     "static": {"static_graph": True},

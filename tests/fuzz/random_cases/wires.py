@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from fastsync import TopK, Wire
+from fastsync import ChunkedTopK, TopK, Wire
 from fastsync.wire.formats import FORMATS
 from tests.wire.reference_codes import GatheredHalves, Halves
 
@@ -33,7 +33,8 @@ def draw_wire(rng, world, dense=True):
     if kind == "native":
         return Wire("bf16", form="native")
     if kind == "topk":
-        format, form = TopK(rng.choice((0.01, 0.2, 0.7))), "auto"
+        kinds = [TopK(0.01), TopK(0.2), TopK(0.7), ChunkedTopK(0.001), ChunkedTopK(0.05)]
+        format, form = rng.choice(kinds), "auto"
     elif kind == "codec":
         format, form = rng.choice((Halves, GatheredHalves))(), "auto"
     else:
@@ -69,7 +70,7 @@ def tolerance(coded, wire, param, values):
     codec = coded.codec
     size = sum(value.abs() for value in values)
     rounding = 16 * FP32 * size + 1e-37
-    if codec.name == "topk":
+    if codec.name in ("topk", "chunked_topk"):  # no code is further from a number than zero is
         return size + rounding
 
     def loss(value):
