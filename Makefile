@@ -19,7 +19,7 @@ CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -na
 
 .DEFAULT_GOAL := help
 .PHONY: help setup extension install demo test test-all torch-suite fsdp-suite bench bench-all bench-links bench-overlap \
-  bench-unused docs gpu gpu-prebuilt bench-kernels bench-buckets bench-scale lint format clean check-python check-compiler
+  docs gpu gpu-prebuilt bench-kernels bench-buckets bench-scale lint format clean check-python check-compiler
 
 help: ## list the targets
 	@echo "make <target>, with ARGS='...' for the program it runs:"
@@ -100,9 +100,6 @@ gpu-prebuilt: ## compile for a GPU machine, here (PYTHON=python3.12 GPU_TORCH=2.
 	PATH="$(abspath .venv-gpu/bin):$$PATH" .venv-gpu/bin/python fastsync/_build/recipe.py --beside \
 	  --out out/prebuilt --archs "$(ARCHS)" --cuda 1
 	@echo "carry fastsync/_C.so and fastsync/_prebuilt.json; where they do not fit, the first import compiles"
-
-bench-unused: $(STAMP) ## what parameters without gradient cost, into out/unused.json
-	$(IN_CHECKOUT) -m bench unused --json out/unused.json $(ARGS)
 
 docs: $(STAMP) ## build the documentation as HTML, into out/site, and check its links
 	$(BIN)/sphinx-build -q -W --keep-going -c docs $(ARGS) . out/site

@@ -86,8 +86,6 @@ def _coded(setup: Setup) -> bool:
     return not wire.plain and wire.form != "native"
 
 
-# Features that read or keep gradients where plain tensors have them.
-_PLAIN = "elastic, mixed_precision, nonfinite, on_skip, replicas, sync, zero=1 to 3"
 # The name of a feature of a setup in errors; empty if it was not requested.
 FEATURES: Mapping[str, Callable[[Setup], str]] = {
     "communication hook": lambda s: "a communication hook" if s.hook else "",
@@ -143,7 +141,6 @@ FEATURES: Mapping[str, Callable[[Setup], str]] = {
     "zero=1 to 3": lambda s: _stage(s, 1, 2, 3),
     "zero=2 or 3": lambda s: _stage(s, 2, 3),
     "zero=3": lambda s: _stage(s, 3),
-    _PLAIN: lambda s: next(filter(None, (FEATURES[name](s) for name in _PLAIN.split(", "))), ""),
 }
 _INPUTS = "leave it out with join(), or give all ranks as many inputs"
 ROWS = (
@@ -245,8 +242,12 @@ ROWS = (
         "not all ranks have the parameters of a group",
         "use zero=0, or fully_shard",
     ),
-    Row(
-        "DTensors", _PLAIN, "it works on plain tensors", "use fully_shard beside tensor parallelism"
+    *(
+        Row("DTensors", feature, "it works on plain tensors", "use fully_shard beside DTensors")
+        for feature in (
+            *("elastic", "mixed_precision", "nonfinite", "on_skip", "replicas", "sync"),
+            "zero=1 to 3",
+        )
     ),
     Row("DTensors", "join", "the last rank to join sends its parameters as plain tensors", _INPUTS),
     Row("groups", "sync", "rounds average over all ranks"),

@@ -94,6 +94,7 @@ class Request:
             compatibility.check(setup)
             wire_settings = self._wire_settings(settled.wire)
             self._check_dtypes(settled)
+            self._check_fully_sharded()
             self._check_parts(settled)
             self._check_sync(settled)
             self._check_group(settled.wire, recorded)
@@ -347,20 +348,23 @@ class Request:
                 "the model to float32 before wrapping it"
             )
 
+    def _check_fully_sharded(self) -> None:
+        """Check that `fully_shard` reduces no gradients that FastDDP would wait for."""
+        inside = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        sharded = {id(p) for module in inside for p in module.parameters() if is_dtensor(p)}
+        for param in self._params():
+            if id(param.tensor) in sharded:
+                raise ValueError(
+                    f"parameter {param.name!r} is a shard of fully_shard, whose gradients FastDDP "
+                    "does not see; pass fully_shard a mesh of two dimensions to average over its "
+                    "first, and leave FastDDP out"
+                )
+
     def _check_parts(self, policy: SyncPolicy) -> None:
-        """Check that ranks which average a DTensor have the same part of it, and its gradients are
-        autograd's.
-        """
-        known = {id(param.tensor): param.name for param in self._params()}
-        for module in self.module.modules():
-            for tensor in module.parameters() if isinstance(module, FSDPModule) else ():
-                if id(tensor) in known and is_dtensor(tensor):
-                    raise ValueError(
-                        f"parameter {known[id(tensor)]!r} is a shard of fully_shard, whose "
-                        "gradients FastDDP does not see; pass fully_shard a mesh of two dimensions "
-                        "to average over its first, and leave FastDDP out"
-                    )
-        whole = dist.get_process_group_ranks(self._group()) if self._has_dtensors() else []
+        """Check that ranks which average a DTensor have the same part of it."""
+        if not self._has_dtensors():
+            return
+        whole = dist.get_process_group_ranks(self._group())
         ranks_of = {name: group.ranks for group in policy.groups for name in group.names}
         for param in self._params():
             average = ranks_of.get(param.name, whole)

@@ -35,7 +35,7 @@ from fastsync.reducer.buckets import (
     make_plan,
     settled_order,
 )
-from fastsync.reducer.gradient_shards import ShardedUnit, Shares
+from fastsync.reducer.gradient_shards import GradientShards, ShardedUnit
 from fastsync.reducer.local_gradients import LocalGradients
 from fastsync.reducer.mean_weights import MeanWeights
 from fastsync.reducer.monitor import make_rendezvous, open_watch, watch_of
@@ -106,7 +106,7 @@ class Engine:
         memory = self.routes.memory
         shares = memory and policy.zero.stage > 0 and policy.elastic is None
         self._buckets = buckets.in_memory(policy.zero.master_weights) if shares else buckets
-        self.shares = Shares(self.core, group, tensors[0].device, memory)
+        self.shares = GradientShards(self.core, group, tensors[0].device, memory)
         self.regrouped = False
         self._plan_changed = self._follows = False
         self.forwards = 0
@@ -347,7 +347,7 @@ class Engine:
         self.core.use_watch(watch_of(group))
         self.routes.use_group(group, self.policy)
         device = self._params[0].tensor.device
-        self.shares = Shares(self.core, group, device, self.routes.memory)
+        self.shares = GradientShards(self.core, group, device, self.routes.memory)
         self._rendezvous = self._make_rendezvous()
         self._forget_plans()
         if agreed:

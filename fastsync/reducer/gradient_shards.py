@@ -17,7 +17,7 @@ from fastsync.reducer.buckets import ShardSlot
 from fastsync.reducer.monitor import gather_watched
 from fastsync.reducer.process_groups import OwnGroups, new_cpu_group
 
-__all__ = ["ShardedUnit", "Shares"]
+__all__ = ["GradientShards", "ShardedUnit"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ShardedUnit:
     gradients: core.ShardedGradients
 
 
-class Shares:
+class GradientShards:
     """The units of one engine, and the process group that their regions travel over.
 
     On a CPU that group is used for nothing else: two models whose regions went over one would take

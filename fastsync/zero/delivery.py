@@ -46,7 +46,7 @@ class Delivery:
 
         Args:
             number: of the optimizer.
-            arrived: see `Shares.start_gather`.
+            arrived: see `GradientShards.start_gather`.
         """
         if self._fault is not None or number in self.late:
             return

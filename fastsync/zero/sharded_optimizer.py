@@ -60,7 +60,7 @@ from fastsync.zero.optimizer_state import Slices, StateView, described, held_sta
 from fastsync.zero.param_kinds import Kind, bucket_numbers, by_kind
 from fastsync.zero.partition import Partition, Slice
 from fastsync.zero.slices import MASTER, NARROW, State, cut_value, of_master
-from fastsync.zero.state_fetch import Others, Shares, await_others, fetch_whole
+from fastsync.zero.state_fetch import Others, StateShards, await_others, fetch_whole
 from fastsync.zero.step_rules import steps_by_parameter, unit_for
 from fastsync.zero.unsharded_state import whole_states
 
@@ -327,7 +327,7 @@ class ShardedOptimizer:
         self._proxy: Optimizer | None = None
         params = [p for group in self._full for p in group if owner.shares_steps(p)]
         kinds = owner.kinds_of(params, self._unit == "tensor")
-        self.shares, self._let_go = Shares(optimizer), False
+        self.shares, self._let_go = StateShards(optimizer), False
         self._fetched = -1  # the version that this rank has fetched since it came to a change
         self._view = StateView({})
         self.use(owner.cut, [self._space(*found) for found in kinds])

@@ -50,7 +50,7 @@ from fastsync.zero.optimizer_state import held_state
 from fastsync.zero.partition import Partition, Slice
 from fastsync.zero.slices import MASTER, State, alike, unlike_parts
 
-__all__ = ["Others", "Shares", "await_others", "fetch_whole"]
+__all__ = ["Others", "StateShards", "await_others", "fetch_whole"]
 
 _AHEAD = 256  # connections to ranks that are still to be read
 _LARGE = 1 << 16  # bytes from which on a tensor is sent by itself
@@ -338,7 +338,7 @@ class Others:
         return Call(address, Env.read().lost_after, partial(answer_of, self.group, _PLACE, rank))
 
 
-class Shares:
+class StateShards:
     """This rank's part of one optimizer's state, for itself and for the ranks that ask.
 
     It is kept for a while after the optimizer has died, so it keeps neither that nor the model
@@ -440,7 +440,7 @@ class Shares:
 def fetch_whole(
     spaces: Sequence[FlatBuffer],
     cut: Partition,
-    own: Shares,
+    own: StateShards,
     others: Others,
     number: int,
 ) -> dict[torch.Tensor, State]:
@@ -479,7 +479,7 @@ def fetch_whole(
         return whole.finished()
 
 
-def await_others(cut: Partition, own: Shares, others: Others, number: int) -> None:
+def await_others(cut: Partition, own: StateShards, others: Others, number: int) -> None:
     """Return once the other ranks have come to the change that this one has come to.
 
     One that has nothing to answer with, or has ended, is not waited for.

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import fastsync
 from fastsync.config.arguments import grouped
 from fastsync.testing import RankError, run_ranks
-from fastsync.zero.state_fetch import Shares
+from fastsync.zero.state_fetch import StateShards
 from fastsync.zero.unsharded_state import whole_states
 from tests.conformance.stages import STAGES, batch, check, full, loss_of, net
 
@@ -459,7 +459,7 @@ def dies_while_serving(rank, world, folder):
     loss_of(model(torch.ones(2, 1000))).backward()
     optimizer.step()
     if rank == 1:
-        Shares.parts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        StateShards.parts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
     if rank == 0:
         try:

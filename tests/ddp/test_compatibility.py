@@ -50,7 +50,6 @@ ASKED = {
     "zero=1 to 3": {"zero": 1},
     "zero=2 or 3": {"zero": 2},
     "zero=3": {"zero": 3},
-    "elastic, mixed_precision, nonfinite, on_skip, replicas, sync, zero=1 to 3": {"zero": 1},
 }
 
 

@@ -22,7 +22,7 @@ from fastsync.testing import run_ranks
 from tests.helpers import parallel_models
 from tests.helpers.parallel_models import Experts
 
-STEPS = 50
+STEPS = 12
 
 
 class Net(nn.Module):

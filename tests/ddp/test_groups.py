@@ -16,7 +16,7 @@ from tests.helpers.parallel_models import (
 )
 from tests.helpers.teams import run_ranks
 
-STEPS = 50
+STEPS = 12
 
 
 def optimizer_of(model):
@@ -102,6 +102,7 @@ def part_of(kind, name, whole, rank):
 OPTIONS = {"memory": {}, "gloo": {"wire": Wire(shared_memory=False)}}
 
 
+@pytest.mark.slow(turns="options")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", CASES)
 def test_weights_are_those_of_one_process(kind, options):

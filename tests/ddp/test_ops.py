@@ -107,6 +107,7 @@ def threads(request):
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow(turns="scale")
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("tensor_dtype", "flat_dtype"), [*PAIRS, *COMPLEX])
 def test_pack_every_layout(tensor_dtype, flat_dtype, scale, generator, threads, ops):
@@ -114,6 +115,7 @@ def test_pack_every_layout(tensor_dtype, flat_dtype, scale, generator, threads, 
     ops.check_pack(tensors, tensors, flat_dtype, scale)
 
 
+@pytest.mark.slow(turns="scale")
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("tensor_dtype", "flat_dtype"), [*PAIRS, *COMPLEX])

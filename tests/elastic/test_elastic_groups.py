@@ -25,7 +25,7 @@ from fastsync.config.policy import SyncPolicy
 from fastsync.config.topology import Network
 from fastsync.reducer.agreement import PlanFacts, agree_on_plan
 from fastsync.testing import run_ranks
-from tests.helpers.scripts import run_module
+from tests.helpers.scripts import Forked, finish
 
 PATIENCE = timedelta(seconds=30)
 
@@ -148,6 +148,6 @@ def test_the_launcher_has_torch_leave_ranks_alive(monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
     script = tmp_path / "says.py"
     script.write_text("import os\nprint(*(f'{n}={v}' for n, v in os.environ.items()), sep='\\n')\n")
-    said = run_module("fastsync.elastic", "--nproc-per-node", 1, script).splitlines()
+    said = finish(Forked("fastsync.elastic", "--nproc-per-node", 1, script)).splitlines()
     assert own.keys() < NCCL_LETS_LIVE.keys()
     assert {f"{name}={value}" for name, value in (NCCL_LETS_LIVE | own).items()} <= {*said}

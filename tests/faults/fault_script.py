@@ -32,7 +32,7 @@ from fastsync._build import extension
 from fastsync._torch import TCPStore
 from fastsync.config.arguments import grouped
 from fastsync.zero.delivery import Delivery
-from fastsync.zero.state_fetch import Shares
+from fastsync.zero.state_fetch import StateShards
 from tests.helpers.served_store import end_store, serve_store
 
 LIMIT = 60.0  # seconds for a job
@@ -281,14 +281,14 @@ def fail_between(net, wrapper, rank):
 
 def fail_when_asked(net):
     """Let the fault happen when another rank asks for this one's share of the optimizer's state."""
-    answer = Shares.answer
+    answer = StateShards.answer
 
     def fail_and_answer(shares, asked):
         if net.due("fetch") and asked.get("stands", [None])[0] == AT + 1:
             fail(net.fault)
         return answer(shares, asked)
 
-    Shares.answer = fail_and_answer
+    StateShards.answer = fail_and_answer
 
 
 def train(rank, fault, place, wrapper):

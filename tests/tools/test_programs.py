@@ -40,7 +40,6 @@ ROUND = ("--rounds", "1")
 ON_RANKS = {
     "allreduce": ("--sizes", "0.01,0.5", "--rounds", "2"),
     "buckets": ("--models", "wide", *TINY, "--sizes", "0.1,1", *ROUND),
-    "clip": ("--models", "gpt2", "--scale", "0.002", "--rounds", "8"),
     "memory": ("--models", "wide", *TINY, *SOME),
     "modes": ("--steps", "2", "--seeds", "1"),
     "mpi": ("--models", "small", *TINY, *ROUND),
@@ -50,7 +49,6 @@ ON_RANKS = {
     "shares": ("--models", "small,paced", *TINY, "--steps", "1", "--total", "4", "--seconds", "1"),
     "sync": ("--link", "loopback", *TINY, "--every", "4", "--per-node", "1", *ROUND),
     "step": ("--models", "small", *TINY, *ROUND, *SOME),
-    "unused": ("--depth", "4", "--width", "16", *ROUND, "--steps", "1", "--warmup", "3"),
     "zero": ("--models", "small", *TINY, *ROUND),
 }
 # Those that work in the process which a user starts, and one that starts ranks.
