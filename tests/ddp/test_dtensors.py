@@ -22,7 +22,7 @@ from fastsync.testing import run_ranks
 from tests.helpers import parallel_models
 from tests.helpers.parallel_models import Experts
 
-STEPS = 12
+STEPS = 50
 
 
 class Net(nn.Module):

@@ -16,7 +16,7 @@ from tests.helpers.parallel_models import (
 )
 from tests.helpers.teams import run_ranks
 
-STEPS = 12
+STEPS = 50
 
 
 def optimizer_of(model):
