@@ -3,9 +3,9 @@
 //
 // [Note: quads]
 // A group is a few quads of four consecutive elements, and between two quads of a thread lies one
-// of each of the threads beside it: so the accesses of neighbouring threads lie side by side ([Note:
-// whole sectors]), and yet all quads of a thread are in one block, or in two of 64 elements. What
-// a block's scale costs is paid once for them.
+// of each of the threads beside it: so the accesses of neighbouring threads lie side by side
+// ([Note: whole sectors]), and yet all quads of a thread are in one block, or in two of 64
+// elements. What a block's scale costs is paid once for them.
 //
 // [Note: every thread of a warp shuffles]
 // Which threads have elements differs within a warp at the end of a segment, and a shuffle must be

@@ -5,12 +5,12 @@
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/view_as_real.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "../check.h"
+#include "buffers.h"
 #include "items.h"
 #include "parallel.h"
 
@@ -82,8 +82,8 @@ std::vector<bool> finite_by_torch(const std::vector<at::Tensor>& tensors) {
 at::Tensor finite_on_device(const std::vector<at::Tensor>& tensors) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> elements = elements_of_all(tensors);
-  for (at::Tensor& each : elements) {
-    if (each.numel() == 0) each = at::zeros({1}, each.options());  // nothing has no largest element
+  for (at::Tensor& each : elements) {  // nothing has no largest element
+    if (each.numel() == 0) each = make_zeros({1}, each.scalar_type(), each.device());
   }
   const double largest = std::numeric_limits<double>::infinity();
   return at::isfinite(at::stack(at::_foreach_norm(elements, largest)));
