@@ -256,7 +256,7 @@ def test_quoted_errors_exist():
     code = "".join(source.read_text() for source in sources)
     code = re.sub(r'"\s+f?"', "", code)  # adjacent literals are one text
     parts = {part.strip(" ,:") for error in quoted_errors() for part in error.split("…")}
-    assert len(parts) > 25
+    assert len(parts) > 50
     assert not [part for part in parts if part not in code], "no error says so"
 
 
