@@ -14,9 +14,9 @@ constexpr int kThreads = 256;
 constexpr int kRounds = 2;        // groups of a thread that has searched for its segment
 constexpr int kBlocksAtOnce = 4;  // per multiprocessor: 1024 threads load 64 KiB at once
 template <class Codec>
-constexpr int kGroups = kThreads * Shape<Codec>::kGroup;  // elements of a block's groups
+constexpr int kPerRound = kThreads * Shape<Codec>::kGroup;  // elements of a block of threads
 template <class Codec>
-constexpr int kTile = kGroups<Codec> * kRounds;
+constexpr int kTile = kPerRound<Codec> * kRounds;
 constexpr int64_t kMaxRun = int64_t{1} << 30;  // elements, a multiple of kTile<Codec>
 
 // Part of a segment, within one chunk of the payload.
@@ -86,7 +86,7 @@ __device__ __forceinline__ void fill_group(Group<Codec>& x, float fill, int nume
 // First element of this thread's group in a round, in its run.
 template <class Codec>
 __device__ __forceinline__ int group_begin(uint32_t block, int round) {
-  return static_cast<int>(block) * kTile<Codec> + round * kGroups<Codec> +
+  return static_cast<int>(block) * kTile<Codec> + round * kPerRound<Codec> +
          group_in_tile<Codec>(static_cast<int>(threadIdx.x));
 }
 
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
 
 template <class Codec>
 __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) reduce_kernel(const ReduceCall call) {
-  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kGroups<Codec> +
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kPerRound<Codec> +
                         group_in_tile<Codec>(static_cast<int>(threadIdx.x));
   if (!warp_inside<Codec>(begin, call.numel)) return;
   const int64_t left = call.numel - begin;
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce) reduce_kernel(const R
   const Place place = place_after<Codec>(call.place, begin);
   const bool kept = quads > 0 && call.residual != nullptr;
   float* residual = kept ? call.residual + begin : nullptr;
-  const int numel = left < kGroups<Codec> ? static_cast<int>(left) : kGroups<Codec>;
+  const int numel = left < kPerRound<Codec> ? static_cast<int>(left) : kPerRound<Codec>;
   Group<Codec> x = {};
   Group<Codec> old;
   if (quads > 0) sum_group<Codec>(x, call.sum, place, quads);
@@ -257,7 +257,7 @@ void reduce_cuda(const void* received, void* result, float* residual, const Redu
   check_sources(args.sources);
   visit_format(args.layout.format, [&](auto codec) {
     using Codec = typename decltype(codec)::type;
-    const int64_t blocks = (args.layout.chunk_numel + kGroups<Codec> - 1) / kGroups<Codec>;
+    const int64_t blocks = (args.layout.chunk_numel + kPerRound<Codec> - 1) / kPerRound<Codec>;
     check_blocks("reduce_cuda", blocks);
     const DecodeCall sum{static_cast<const uint8_t*>(received), args.layout.chunk_bytes,
                          args.sources};

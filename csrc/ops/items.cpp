@@ -78,14 +78,12 @@ DType kernel_dtype(at::ScalarType dtype) {
 SegmentTable::SegmentTable(const std::vector<Item>& items, Way way, int64_t numel,
                            at::Device device, at::ScalarType dtype) {
   std::vector<Segment> fills;
-  // The tensors nearly always share one dtype, mostly the buffer's.
-  groups_.at(static_cast<size_t>(kernel_dtype(dtype))).reserve(items.size());
   for (const Item& item : items) {
     check_item(item, numel, device);
     FS_CHECK_VALUE(item.tensor.defined() || way == Way::kGather,
                    "cannot unpack into an undefined tensor");
     if (item.tensor.defined()) {
-      add(item, way);
+      add(item, way, items.size());
     } else {
       fills.push_back({nullptr, item.layout->offset, item.layout->numel, item.fill});
     }
@@ -98,15 +96,15 @@ SegmentTable::SegmentTable(const std::vector<Item>& items, Way way, int64_t nume
   group->insert(group->end(), fills.begin(), fills.end());
 }
 
-void SegmentTable::add(const Item& item, Way way) {
+void SegmentTable::add(const Item& item, Way way, size_t items) {
   const SlotLayout& layout = *item.layout;
   const at::Tensor& tensor = item.tensor;
   if (way != Way::kGather) tensor.unsafeGetTensorImpl()->bump_version();
-  const DType dtype = kernel_dtype(tensor.scalar_type());
   const bool in_order = in_slot_order(tensor, layout);
   void* memory = in_order ? tensor.data_ptr() : reordered(tensor, layout, way);
-  groups_.at(static_cast<size_t>(dtype))
-      .push_back({memory, layout.offset, layout.numel, item.fill});
+  auto& group = groups_.at(static_cast<size_t>(kernel_dtype(tensor.scalar_type())));
+  if (group.empty()) group.reserve(items);  // nearly always all tensors share one dtype
+  group.push_back({memory, layout.offset, layout.numel, item.fill});
 }
 
 void* SegmentTable::reordered(const at::Tensor& tensor, const SlotLayout& layout, Way way) {

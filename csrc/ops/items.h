@@ -68,7 +68,8 @@ class SegmentTable {
   }
 
  private:
-  void add(const Item& item, Way way);
+  // `items`: the number of all, for which room is made.
+  void add(const Item& item, Way way, size_t items);
   // Returns the memory of a temporary in the slot's order.
   void* reordered(const at::Tensor& tensor, const SlotLayout& layout, Way way);
 
