@@ -242,7 +242,8 @@ class _Group:
 
     def collective(self, how: How, name: str, *args: Any) -> None:
         said = zlib.crc32(how[2].encode())
-        mine, found = torch.tensor([said, -said]), torch.empty(2, dtype=torch.int64)
+        mine = torch.tensor([said, -said], device="cpu")
+        found = torch.empty_like(mine)
         with self._lock, torch.no_grad():
             number = _begun[self.name] = _begun.get(self.name, 0) + 1
             check = self._first.Iallreduce(mine.numpy(), found.numpy(), MPI.MAX), found, mine

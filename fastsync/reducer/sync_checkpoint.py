@@ -61,7 +61,7 @@ def capture(engine: Engine) -> dict[str, Any]:
         "latency": network.latency,
         # Nothing kept back yet: zeros, which take no memory.
         "residuals": {
-            name: residuals.get(name, torch.zeros(()).expand(shape))
+            name: residuals.get(name, torch.zeros((), device="cpu").expand(shape))
             for name, shape in engine.residual_shapes().items()
         },
     }
@@ -201,8 +201,8 @@ def _sum(name: str, states: Sequence[State], like: torch.Tensor) -> torch.Tensor
         only: torch.Tensor = parts[0]
         return only
     if not parts:
-        return torch.zeros((), dtype=torch.float32).expand(like.shape)
-    total = torch.zeros(like.shape, dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float32, device="cpu").expand(like.shape)
+    total = torch.zeros(like.shape, dtype=torch.float64, device="cpu")
     for part in parts:
         total += part.to("cpu")
     return total.float()

@@ -117,7 +117,7 @@ def clip_norm(
     total = squares.common
     if squares.exchange is not None:
         total += squares.exchange.sum(_PLACE, squares.owned)
-    norm = torch.tensor(math.sqrt(total), dtype=torch.float64)
+    norm = torch.tensor(math.sqrt(total), dtype=torch.float64, device="cpu")
     _check(norm, norm_type, error_if_nonfinite)
     share = _rounded(max_norm / (norm.item() + _EPSILON))
     tensors = [] if share >= 1.0 else squares.tensors()  # where it is NaN, too

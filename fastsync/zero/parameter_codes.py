@@ -55,7 +55,9 @@ def holds(elements: torch.Tensor, master: torch.Tensor, format: Format) -> torch
 
 def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return whether any element differs, NaN always: zero-dimensional. The host does not wait."""
-    return torch.tensor(not torch.equal(one, other)) if one.is_cpu else (one != other).any()
+    if one.is_cpu:
+        return torch.tensor(not torch.equal(one, other), device="cpu")
+    return (one != other).any()
 
 
 def holds_any(elements: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
