@@ -5,7 +5,7 @@
 The byte-level GPT of `bench curves` is trained from the same weights on the same batches, in each
 mode of `sync=`, several times with other batches. The loss that counts is that of held-out data
 after the last step, once all ranks have averaged. `SparseLoCo` is DiLoCo with an outer learning
-rate of 1 and without outer momentum, whose place what the codes lack takes.
+rate of 1 and error feedback in place of outer momentum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from fastsync import ChunkedTopK, Delayed, DiLoCo, LocalSGD, TopK, Wire
 REFERENCE = "every step"
 STEPS, SEEDS = 256, 2
 SEED_STEPS = 100_000  # between the batches of two trainings
-
 
 MODES: Mapping[str, dict[str, Any]] = {
     REFERENCE: {"wire": Wire(shared_memory=False)},

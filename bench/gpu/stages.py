@@ -104,8 +104,9 @@ def stages(context: Context) -> dict[str, Stage]:
         return Stage(name, summary, seconds, (on_gpus,), (rehearsed,), together=together)
 
     # torch's exact variants that this torch has, and FastDDP's default.
-    exact = (name for name, v in VARIANTS.items() if v.wire is None and not v.lossy)
-    torchs = f"{available(*(name for name in exact if not name.startswith(OURS)))},{OURS}"
+    others = {name: v for name, v in VARIANTS.items() if not name.startswith(OURS)}
+    exact = (name for name, v in others.items() if v.wire is None and not v.lossy)
+    torchs = f"{available(*exact)},{OURS}"
     overhead, few = f"overhead --ranks 1 --wrappers {torchs} --models", "--rounds 5 --check-steps 1"
     every = (
         _build(),

@@ -142,6 +142,16 @@ FEATURES: Mapping[str, Callable[[Setup], str]] = {
     "zero=2 or 3": lambda s: _stage(s, 2, 3),
     "zero=3": lambda s: _stage(s, 3),
 }
+_ON_PLAIN_TENSORS = (
+    "elastic",
+    "mixed_precision",
+    "nonfinite",
+    "on_skip",
+    "replicas",
+    "sync",
+    "zero=1 to 3",
+)
+_SHARDED = "use fully_shard beside tensor parallelism"
 _INPUTS = "leave it out with join(), or give all ranks as many inputs"
 ROWS = (
     Row("elastic", "zero=3", "a rank's shards of the parameters exist once, and die with it"),
@@ -243,11 +253,8 @@ ROWS = (
         "use zero=0, or fully_shard",
     ),
     *(
-        Row("DTensors", feature, "it works on plain tensors", "use fully_shard beside DTensors")
-        for feature in (
-            *("elastic", "mixed_precision", "nonfinite", "on_skip", "replicas", "sync"),
-            "zero=1 to 3",
-        )
+        Row("DTensors", feature, "it works on plain tensors", _SHARDED)
+        for feature in _ON_PLAIN_TENSORS
     ),
     Row("DTensors", "join", "the last rank to join sends its parameters as plain tensors", _INPUTS),
     Row("groups", "sync", "rounds average over all ranks"),

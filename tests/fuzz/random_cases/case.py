@@ -36,8 +36,8 @@ class Case:
         drawn = self.draw()
         apart = random.Random(f"meshes of {seed}")
         if seat.folded and may_be_cut(drawn) and apart.random() < 0.25:
-            seat, drawn = apart.choice(seat.folded), with_dtensors(drawn, seed)
-        self.seat = seat
+            self.seat, drawn = apart.choice(seat.folded), with_dtensors(drawn, seed)
+            seat = self.seat
         self.mine = random.Random(1000 * seed + seat.rank + 1)  # this rank's own
         torch.manual_seed(seed)
         first = self.add(with_groups(drawn, seed, seat.world))
