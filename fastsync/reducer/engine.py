@@ -244,7 +244,7 @@ class Engine:
         """Take part in one step of the other ranks, without gradients of its own."""
         if self.on_step is not None:
             self.on_step(self.core)
-        if self.weights is not None:
+        if self.weights is not None and self.plan.buckets:  # without any, no rank makes a step
             self.weights.shadow()
         self.core.shadow_step()
 

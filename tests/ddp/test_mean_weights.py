@@ -294,6 +294,28 @@ def test_ranks_without_inputs_weigh_nothing():
         assert distance(first[step], [p.grad for p in model.parameters()]) <= 2**-23
 
 
+def frozen_and_joined(rank, world):
+    """Rank 1 runs out of inputs of a model that is frozen, between two steps that train it."""
+    model, found = FastDDP(net(), bucket_cap_mb=0.0005), []
+    for step in range(2):
+        model.zero_grad()
+        give(model, loss_of(model, rank, step, 0, 2 + rank), 2 + rank, "sum")
+        found.append(read(model))
+        model.zero_grad()
+        model.requires_grad_(False)
+        with model.join():
+            for _ in range(40 - 39 * rank):  # the plan loses frozen parameters after some steps
+                model(torch.ones(1, 5, requires_grad=True)).sum().backward()
+        model.requires_grad_(True)
+    return found
+
+
+def test_a_frozen_model_under_join_exchanges_no_weights():
+    for found in run_ranks(frozen_and_joined, 2):
+        for step, wanted in enumerate(expected([[2], [3]], 2)):
+            assert distance(found[step], wanted) <= 2**-23
+
+
 def plain_and_weighted(rank, world):
     """Steps without any weight are means over ranks, as ever."""
     model = FastDDP(net(), bucket_cap_mb=0.0005)
