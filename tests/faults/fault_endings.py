@@ -170,7 +170,7 @@ def check_hangs(job, ending):
 def check_named(ending):
     """Every other rank raised the error that names the faulty one."""
     for seen in ending.others:
-        assert seen["error"] == "SyncFault", str(ending)
+        assert seen.get("error") == "SyncFault", str(ending)
         assert seen["ranks"] == [FAULTY], str(ending)
         assert f"rank {FAULTY}" in seen["text"], str(ending)
 
