@@ -18,6 +18,7 @@
 #include "check.h"
 #include "comm/host_backend.h"
 #include "comm/python_hook.h"
+#include "ops/device.h"
 #include "ops/ops.h"
 #include "reducer/reducer.h"
 #include "shm/collective.h"
@@ -323,11 +324,7 @@ void bind_engine(py::module_& m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "fastsync's C++ core; use the fastsync package instead";
-#ifdef FASTSYNC_WITH_CUDA
-  m.attr("with_cuda") = true;
-#else
-  m.attr("with_cuda") = false;
-#endif
+  m.attr("with_cuda") = ops::with_cuda();
   bind_ops(m);
   bind_timeline(m);
   bind_specs(m);

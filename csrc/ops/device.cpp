@@ -89,6 +89,14 @@ std::string device_problem(at::Device device) {
   return problem;
 }
 
+bool with_cuda() {
+#ifdef FASTSYNC_WITH_CUDA
+  return true;
+#else
+  return false;
+#endif
+}
+
 void check_supported(at::Device device) {
   const std::string problem = problem_with_kind(device);
   FS_CHECK_VALUE(problem.empty(), problem);

@@ -14,6 +14,9 @@ struct CUstream_st;
 
 namespace fastsync::ops {
 
+// Whether this build has kernels for CUDA.
+bool with_cuda();
+
 // Returns why this build cannot run the kernels on `device`, with the remedy; empty if it can. For
 // a device without an index only the build and the driver are checked.
 std::string device_problem(at::Device device);

@@ -16,7 +16,6 @@ HERE = Path(__file__).parent / "csrc"
 DEVICE, ENGINE = "_device", "_C"
 _DEVICE_UNITS = ("device", "operators", "backend")
 _OWN_UNITS = {"unity/codes.cpp": HERE / "codes.cpp"}
-_BINDINGS = "unity/bindings.cpp"
 # As in the host tests of CMakeLists.txt.
 _KERNEL = """#pragma GCC optimize("O1")
 #define FS_DEVICE_FORMS 1
@@ -61,16 +60,14 @@ def _digest(name):
 def _engine_parts(folder):
     """Return the sources to compile, and objects that serve any device.
 
-    Only one unit instantiates kernels of devices, and one more says whether there are any. The
-    others' objects are those of the extension, where the first import has compiled it.
+    Only one unit instantiates kernels of devices. The others' objects are those of the extension,
+    where the first import has compiled it.
     """
     root, compiled = recipe.source_dir(), extension.find().parent
-    with_cuda = any(compiled.glob("*.cuda.o"))
-    by_device = {*_OWN_UNITS, *(() if with_cuda else (_BINDINGS,))}
     sources, objects = [], []
     for unit in recipe.translation_units():
         shared = compiled / f"{Path(unit).stem}.o"
-        if unit not in by_device and shared.exists():
+        if unit not in _OWN_UNITS and shared.exists():
             objects.append(str(shared))
         else:
             sources.append(_OWN_UNITS.get(unit, root / unit))
