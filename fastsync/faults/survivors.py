@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -179,7 +180,7 @@ class Survivors:
         """
         store, place = self._store, f"{self.name}/{place}"
         outcome, began = f"{place}/outcome", time.monotonic()
-        store.add(place, 1)
+        speaks = store.add(place, 1) == 1  # for all: the first to come
         while not store.check([outcome]):
             came = store.add(place, 0)
             if came >= len(ranks):
@@ -187,8 +188,26 @@ class Survivors:
             elif any(rank in dead() for rank in ranks) or _is_over(patience, began, came):
                 store.compare_set(outcome, "", "not all")
             else:
+                if speaks and patience is not None and came < patience.least:
+                    speaks = not self._warn_of_few(patience, began, f"{came} of {len(ranks)}")
                 time.sleep(_PAUSE)
         return store.get(outcome) == b"all"
+
+    def _warn_of_few(self, patience: Patience, began: float, came: str) -> bool:
+        """Warn that ranks that have met since `began` are too few, if they have waited so long.
+
+        Returns:
+            Whether it has.
+        """
+        if time.monotonic() < began + patience.seconds:
+            return False
+        warnings.warn(
+            f"fastsync: rank {self._rank} has waited {patience.seconds:g} s for the other ranks to "
+            f"average, and {came} have come: fewer than min_ranks={patience.least}, so that these "
+            "do not go on alone. Look at what the others do",
+            stacklevel=2,
+        )
+        return True
 
     def forget(self, place: str) -> None:
         """Delete what the store holds of a place that all have left."""

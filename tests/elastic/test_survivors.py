@@ -2,13 +2,14 @@
 
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed import HashStore
 
 from fastsync.faults.join_gate import ENDED, JoinGate, Waiting
-from fastsync.faults.survivors import Decision, RankState, Survivors, decide
+from fastsync.faults.survivors import Decision, Patience, RankState, Survivors, decide
 from fastsync.faults.sync_fault import SyncFault
 
 LACKS, HAS = False, True
@@ -147,3 +148,28 @@ def test_who_ends_before_has_not_come():
     assert not Survivors(store, "here", 0).gather("ready", ranks, lambda: {1})
     # As for one that comes once that is known.
     assert not Survivors(store, "here", 1).gather("ready", ranks, set)
+
+
+def test_ranks_that_are_too_few_say_once_that_they_wait():
+    store, ranks = HashStore(), (0, 1, 2, 3)
+    places = [Survivors(store, "here", rank) for rank in ranks]
+    patience = Patience(0.05, least=3)
+
+    def come(rank):
+        return places[rank].gather("ready", ranks, set, patience)
+
+    with ThreadPoolExecutor() as pool, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        first = [pool.submit(come, 0)]
+        deadline = time.monotonic() + 20
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.01)
+        first.append(pool.submit(come, 1))
+        time.sleep(0.2)
+        assert not any(each.done() for each in first)
+        third = pool.submit(come, 2)
+        assert not any(each.result(timeout=30) for each in (*first, third))
+    (only,) = said
+    text = str(only.message)
+    assert "rank 0 has waited 0.05 s" in text
+    assert "1 of 4 have come: fewer than min_ranks=3" in text
