@@ -152,7 +152,7 @@ def scale(points: list[Point], markdown: bool = False) -> str:
 
 
 def overhead(points: list[Point], markdown: bool = False) -> str:
-    """Return one row per variant of one model; the last four columns only of GPUs."""
+    """Return one row per variant of one model, without columns in which nothing is."""
     base = next((p["over"] for p in points if "over" in p), FLOOR)
     headers = (
         *("variant", "step ms", f"of {base}", "backward, host ms"),
@@ -166,6 +166,8 @@ def overhead(points: list[Point], markdown: bool = False) -> str:
             cells = [str(p["kernels"]), f"{1e3 * busy:.2f}", f"{1e3 * bare:.2f}", hidden]
         of_floor, host = " ± ".join(ratio(Spread(**p["ratio"]))), 1e3 * p["host"]["median"]
         rows.append((p["of"][1], _plus_minus(p), of_floor, f"{host:.2f}", *cells))
+    columns = zip(headers, *rows, strict=True)
+    headers, *rows = zip(*(c for c in columns if set(c[1:]) - {"-", "0.00"}), strict=True)
     return render(headers, rows, markdown)
 
 
