@@ -129,4 +129,6 @@ class Codes:
     def _decode_to(
         self, tensors: list[torch.Tensor], pieces: Sequence[Slice], codes: torch.Tensor
     ) -> None:
-        core.decode(tensors, [self._place(piece) for piece in pieces], codes, self._plan)
+        filled = [(t, p) for t, p in zip(tensors, pieces, strict=True) if t.numel()]
+        offsets = [self._place(piece) for _, piece in filled]
+        core.decode([tensor for tensor, _ in filled], offsets, codes, self._plan)
