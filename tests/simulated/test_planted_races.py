@@ -13,6 +13,7 @@ from torch import nn, optim
 
 import fastsync
 from fastsync import FastDDP
+from fastsync._build import extension
 from tests.fsdp.fsdp_models import loss_of, net, words
 from tests.simulated.ranks import run_simulated
 
@@ -294,6 +295,20 @@ def zeroed(right):
     torch._foreach_zero_(grads)
     works[1].wait()
     return tuple(grads)
+
+
+@planted("kernels that use the same elements of a tensor", "kernel", "kernel")
+def shared_elements(right):
+    """The right ones use elements of one page: the reader's first 64, the writer's last 64."""
+    engine = extension.load()
+    x, flats, side = ones(128), (ones(), ones()), side_streams()
+    side.wait_stream(here())
+    engine.pack([x[:64]], [x[:64]], [0], flats[0], 1.0)
+    first = 64 if right else 63
+    with torch.sim.stream(side):
+        engine.unpack([x[first : first + 64]], [0], flats[1], 1.0, False)
+    here().wait_stream(side)
+    return x, flats
 
 
 def run_planted(rank, world, names):

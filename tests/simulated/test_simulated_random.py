@@ -1,4 +1,12 @@
-"""Random cases with models, copies and gradients on the simulated device."""
+"""Random cases with models, copies and gradients on the simulated device.
+
+Some cases again: python -m tests.simulated.test_simulated_random NUMBER...
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -6,7 +14,9 @@ from tests.fuzz.random_cases.team import run_cases, world_of
 from tests.simulated.ranks import run_simulated
 
 DEVICE = "sim"
-FIXED = 40
+DRAWN = 6
+FIXED = 280  # of which more than 200 have two ranks
+SHARD = 56
 
 
 def on_the_device(rank, world, seeds, folder):
@@ -21,10 +31,22 @@ def on_the_device(rank, world, seeds, folder):
 
 def check_on_the_device(seeds, folder):
     seeds = [seed for seed in seeds if world_of(seed) == 2]
+    print("cases", *seeds)
     for races in run_simulated(on_the_device, 2, seeds, folder, timeout=60 + 10 * len(seeds)):
         assert not races, "\n".join(races)
 
 
+def test_cases_of_this_run(tmp_path):
+    start = int.from_bytes(os.urandom(4), "big")
+    check_on_the_device(range(start, start + DRAWN), tmp_path)
+
+
 @pytest.mark.slow
-def test_fixed_cases(tmp_path):
-    check_on_the_device(range(FIXED), tmp_path)
+@pytest.mark.parametrize("start", range(0, FIXED, SHARD))
+def test_fixed_cases(start, tmp_path):
+    check_on_the_device(range(start, start + SHARD), tmp_path)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as kept:
+        check_on_the_device(map(int, sys.argv[1:]), Path(kept))

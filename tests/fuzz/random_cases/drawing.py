@@ -178,12 +178,9 @@ def draw(rng, world, theme=None):
 
 
 def simulated(drawn):
-    """Leave out what the simulated device lacks, and what its detector takes for a race: pieces of
-    one bucket that kernels on two streams use in one page of memory."""
+    """Leave out what the simulated device lacks."""
     kinds = tuple(kind for kind in drawn.kinds if kind not in NOT_SIMULATED)
-    wire = replace(drawn.wire, piece_bytes=None)
-    options = {**drawn.options, "wire": wire} if "wire" in drawn.options else drawn.options
-    return replace(drawn, kinds=kinds, wire=wire, options=options)
+    return replace(drawn, kinds=kinds)
 
 
 def with_groups(drawn, seed, world):

@@ -53,7 +53,9 @@ def residuals_of(wrapped):
     by_name = wrapped.model.sync_state_dict()["residuals"]
     names = [param.name for param in wrapped.model._engine.params]
     assert len(names) == len(wrapped.twins.params)
-    return {i: _real(by_name[name]) for i, name in enumerate(names) if name in by_name}
+    kept = {i: _real(by_name[name]) for i, name in enumerate(names) if name in by_name}
+    # Where nothing has been kept back yet, there are zeros on the CPU.
+    return {i: residual.to(wrapped.seat.device) for i, residual in kept.items()}
 
 
 def _untouched(wrapped, index, found):

@@ -6,6 +6,7 @@
 
 #include <tuple>
 
+#include "accesses.h"
 #include "stream.h"
 #include "tests/cuda_shim.h"
 
@@ -14,9 +15,12 @@ namespace simulated {
 template <class Kernel, class... Args>
 void launch(const char* name, CUstream_st* stream, Kernel kernel, unsigned grid, unsigned threads,
             const Args&... args) {
-  stream->launch(name, [=, kept = std::tuple<Args...>(args...)] {
+  const auto run = [=, kept = std::tuple<Args...>(args...)](const void* memory, size_t bytes) {
+    begin_accesses(memory, bytes);
     std::apply([&](const Args&... all) { cuda_shim::run(kernel, grid, threads, all...); }, kept);
-  });
+    return end_accesses();
+  };
+  stream->launch(name, run);
 }
 
 }  // namespace simulated

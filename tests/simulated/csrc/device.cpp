@@ -18,8 +18,6 @@
 #include <thread>
 #include <unordered_map>
 
-#include "stream.h"
-
 namespace simulated {
 namespace {
 
@@ -45,7 +43,7 @@ struct Pending {
 struct Queue final : CUstream_st {
   Queue(size_t index, c10::DeviceIndex device, c10::StreamId id)
       : index(index), device(device), id(id) {}
-  void launch(const char* name, std::function<void()> run) override;
+  void launch(const char* name, Kernel run) override;
 
   const size_t index;  // of the clock
   const c10::DeviceIndex device;
@@ -183,14 +181,16 @@ class Detector {
   std::vector<Access> accesses(const Pending& done, size_t page, bool written) const {
     const char* begin = arena_ + page * kPage;
     std::vector<Access> found;
-    for (const Range& range : done.task.ranges) {
+    const auto add = [&](const Range& range) {
       const auto* from = std::max(static_cast<const char*>(range.begin), begin);
       const auto* to = std::min(static_cast<const char*>(range.begin) + range.bytes, begin + kPage);
-      if (from >= to) continue;
+      if (from >= to) return;
       found.push_back({count_of(done.clock, done.origin->stream),
                        static_cast<uint16_t>(from - begin), static_cast<uint16_t>(to - begin - 1),
                        range.written && written, done.origin});
-    }
+    };
+    for (const Range& range : done.task.ranges) add(range);
+    if (done.task.found) std::for_each(done.task.found->begin(), done.task.found->end(), add);
     if (found.empty()) {
       found.push_back(
           {count_of(done.clock, done.origin->stream), 0, kPage - 1, written, done.origin});
@@ -470,6 +470,10 @@ class Runtime {
     Queue*& queue = current_queue[device];
     if (queue == nullptr) queue = queue_of(default_stream(device));
     return queue;
+  }
+
+  std::vector<Range> run_kernel(const Kernel& kernel) {
+    return kernel(arena_, detector_.on() ? kArena : 0);
   }
 
   void count_kernel() {
@@ -802,9 +806,11 @@ PinnedAllocator pinned;
 
 }  // namespace
 
-void Queue::launch(const char* name, std::function<void()> run) {
+void Queue::launch(const char* name, Kernel run) {
   the().count_kernel();
-  the().enqueue(this, {name, std::move(run)});
+  const auto found = std::make_shared<std::vector<Range>>();
+  const auto note = [found, run = std::move(run)] { *found = the().run_kernel(run); };
+  the().enqueue(this, {name, note, {}, nullptr, found});
 }
 
 c10::Stream current_stream(c10::DeviceIndex device) {

@@ -17,6 +17,8 @@
 #include <utility>
 #include <vector>
 
+#include "stream.h"
+
 namespace simulated {
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
@@ -24,19 +26,12 @@ constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 // By stream; index 0 is the host.
 using Clock = std::vector<uint32_t>;
 
-// Memory that a task reads or writes. `surely`: all of it, so that no fault need tell.
-struct Range {
-  const void* begin;
-  size_t bytes;
-  bool written;
-  bool surely = false;
-};
-
 struct Task {
   std::string name;
   std::function<void()> run;
   std::vector<Range> ranges = {};
-  std::function<bool()> ready = nullptr;  // null: at once
+  std::function<bool()> ready = nullptr;                      // null: at once
+  std::shared_ptr<const std::vector<Range>> found = nullptr;  // more ranges, once it has run
 };
 
 // A moment in a stream, after all that was enqueued before.
