@@ -3,7 +3,6 @@
 Some cases again: python -m tests.simulated.test_simulated_random NUMBER...
 """
 
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +13,6 @@ from tests.fuzz.random_cases.team import run_cases, world_of
 from tests.simulated.ranks import run_simulated
 
 DEVICE = "sim"
-DRAWN = 6
 FIXED = 280  # of which more than 200 have two ranks
 SHARD = 56
 
@@ -34,11 +32,6 @@ def check_on_the_device(seeds, folder):
     print("cases", *seeds)
     for races in run_simulated(on_the_device, 2, seeds, folder, timeout=60 + 10 * len(seeds)):
         assert not races, "\n".join(races)
-
-
-def test_cases_of_this_run(tmp_path):
-    start = int.from_bytes(os.urandom(4), "big")
-    check_on_the_device(range(start, start + DRAWN), tmp_path)
 
 
 @pytest.mark.slow
