@@ -92,9 +92,14 @@ class Codes:
         self._flags = _payload_bytes(format, layout.region)
         self._chunk = self._flags + align_up(max(map(len, self._owned)), _FILL)
 
-    def _place(self, piece: Slice) -> int:
-        """Return where a piece begins in its owner's region."""
-        return self._layout.offsets[piece.param] + piece.begin - piece.rank * self._layout.region
+    def _filled(
+        self, tensors: list[torch.Tensor], pieces: Sequence[Slice]
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Return the tensors with elements, and where their pieces begin in the owner's region."""
+        filled = [(t, p) for t, p in zip(tensors, pieces, strict=True) if t.numel()]
+        starts, region = self._layout.offsets, self._layout.region
+        offsets = [starts[p.param] + p.begin - p.rank * region for _, p in filled]
+        return [tensor for tensor, _ in filled], offsets
 
     def encode(
         self, rank: int, masters: Mapping[Slice, torch.Tensor], changed: torch.Tensor
@@ -106,9 +111,8 @@ class Codes:
             changed: which of them are sent to the others: bool.
         """
         payload = torch.zeros((self._ranks, self._chunk), dtype=torch.uint8, device=self._device)
-        filled = {piece: master for piece, master in masters.items() if master.numel()}
-        offsets = [self._place(piece) for piece in filled]
-        core.encode(list(filled.values()), offsets, payload[rank, : self._flags], self._plan)
+        tensors, offsets = self._filled(list(masters.values()), list(masters))
+        core.encode(tensors, offsets, payload[rank, : self._flags], self._plan)
         payload[rank, self._flags : self._flags + len(masters)] = changed
         return payload.flatten()
 
@@ -129,6 +133,5 @@ class Codes:
     def _decode_to(
         self, tensors: list[torch.Tensor], pieces: Sequence[Slice], codes: torch.Tensor
     ) -> None:
-        filled = [(t, p) for t, p in zip(tensors, pieces, strict=True) if t.numel()]
-        offsets = [self._place(piece) for _, piece in filled]
-        core.decode([tensor for tensor, _ in filled], offsets, codes, self._plan)
+        tensors, offsets = self._filled(tensors, pieces)
+        core.decode(tensors, offsets, codes, self._plan)
