@@ -101,8 +101,8 @@ void Bucket::offer(size_t index, const Packing& how) {
   transport_->take(index, how);
 }
 
-void Bucket::check_finite(bool travels) {
-  if (!device().is_cpu() && (!travels || transport_->adds_infinities())) {
+void Bucket::check_finite() {
+  if (!device().is_cpu()) {
     infinities_ = find_infinities();
     checked_ = true;
     return;
@@ -185,7 +185,7 @@ void Bucket::pack(Packing how) {
   move_to(BucketState::kReady, BucketState::kPacked);
   wait_for_producers();
   how.missed = missed_;
-  if (how.check_finite) check_finite(/*travels=*/true);
+  if (how.check_finite) check_finite();
   how.infinities = infinities_;
   transport_->pack(how);
 }

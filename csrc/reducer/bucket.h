@@ -72,8 +72,8 @@ class Bucket {
   // Ends the backward: a slot that received no gradient takes the one that its parameter has.
   void close();
   // Checks the gradients for NaN and infinity. pack() does so if its Packing asks for it; a single
-  // rank calls this and note_finite() instead. `travels`: the result travels with the bucket.
-  void check_finite(bool travels);
+  // rank calls this and note_finite() instead.
+  void check_finite();
 
   // Makes the current stream wait for the streams that computed the gradients, before they are
   // read. pack() does so, too.

@@ -370,8 +370,8 @@ void Reducer::finish(size_t index, const std::vector<bool>& used) {
   with_context(index, "receiving", [&] {
     FS_CHECK(!captured_ || !bucket.missed(), "a parameter got no gradient while captured");
     if (bucket.state() == BucketState::kInFlight) bucket.receive();
-    const bool waits = bucket.missed() || options_.check_finite;  // for the flags, on the host
-    if (waits) follow([expected = expected(index)] { return expected; });
+    // The host will wait for the flags.
+    if (bucket.missed()) follow([expected = expected(index)] { return expected; });
     bucket.finish(used);
   });
   keep_unread(bucket);

@@ -98,7 +98,7 @@ void Reducer::finish_buckets() {
   if (!communicates()) {
     for (Bucket& bucket : plan_.buckets) {
       if (options_.check_finite) {
-        bucket.check_finite(/*travels=*/false);
+        bucket.check_finite();
         bucket.note_finite(/*travelled=*/false);
         keep_unread(bucket);
       }

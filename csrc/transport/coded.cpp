@@ -83,7 +83,8 @@ class Coded final : public Coding {
       encoding.end = buffers_->piece_numel();
     }
     if (!items.empty()) buffers_->encode(items, encoding);
-    if (buffers_->flags_coder && flags != buffers_->sent_flags) send_flags(flags);
+    const bool changed = how.infinities.defined() || flags != buffers_->sent_flags;
+    if (buffers_->flags_coder && changed) send_flags(flags, how.infinities);
   }
 
   bool works_on_parts() const override { return buffers_->coder->works_on_parts(); }
@@ -175,14 +176,14 @@ class Coded final : public Coding {
            });
   }
 
-  void send_flags(const std::vector<float>& flags) {
+  void send_flags(const std::vector<float>& flags, const at::Tensor& infinities) {
     const at::NoGradGuard no_grad;
     const int64_t numel = buffers_->flags_plan.numel;
-    const at::Tensor values = flags_on(buffers_->device, flags, numel);
+    const at::Tensor values = flags_on(buffers_->device, flags, numel, infinities);
     const ops::SlotLayout layout = ops::SlotLayout::run(0, numel);
     buffers_->flags_coder->encode({{values, &layout}}, at::Tensor(), buffers_->sent,
                                   buffers_->encoding());
-    buffers_->sent_flags = flags;
+    buffers_->sent_flags = infinities.defined() ? std::vector<float>() : flags;
   }
 
   // [chunks, sources, flags_per_chunk], on the wire's own memory.

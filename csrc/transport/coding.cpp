@@ -34,8 +34,13 @@ at::Tensor flags_on(at::Device device, const std::vector<float>& flags, int64_t 
   const at::NoGradGuard no_grad;
   at::Tensor found = ops::make_scratch({numel}, at::kFloat, device);
   write_flags(flags, found);
-  if (added.defined()) found.narrow(0, 0, added.numel()).add_(added);
+  add_to_first(found, added);
   return found;
+}
+
+void add_to_first(const at::Tensor& flags, const at::Tensor& terms) {
+  const at::NoGradGuard no_grad;
+  if (terms.defined()) flags.narrow(0, 0, terms.numel()).add_(terms);
 }
 
 }  // namespace fastsync::engine

@@ -32,16 +32,18 @@ struct Delivery {
 struct Taking {
   ops::Scale scale;
   uint64_t step = 0;  // of the whole training, restarts included: random numbers follow from it
+  at::Tensor infinities = {};  // terms to add to the flags, as in Packing
 };
 
 // Writes flags to `to`, fp32 [numel], and zeros after them. They are values of a kernel's
 // arguments: a copy from the host would wait for the stream of the backward, and could not be
 // captured.
 void write_flags(const std::vector<float>& flags, const at::Tensor& to);
-// The same in a tensor of their own.
-// `added`: to the first of them; undefined: nothing.
+// The same in a tensor of their own, with `added` as in add_to_first().
 at::Tensor flags_on(at::Device device, const std::vector<float>& flags, int64_t numel,
                     const at::Tensor& added = {});
+// Adds terms to the first flags; undefined: nothing.
+void add_to_first(const at::Tensor& flags, const at::Tensor& terms);
 // Runs of equal values for kernels to fill a flat buffer with, the first at element `begin`.
 struct FlagRun {
   ops::SlotLayout layout;

@@ -12,6 +12,7 @@
 #include "../ops/buffers.h"
 #include "../ops/norms.h"
 #include "../ops/ops.h"
+#include "coding.h"
 
 namespace fastsync::engine {
 namespace {
@@ -65,10 +66,7 @@ void Flat::pack(const Packing& how) {
   std::vector<ops::Item> all = items();
   append_flags(all, how);
   ops::pack(all, flat(), how.scale);
-  if (how.infinities.defined()) {
-    const at::NoGradGuard no_grad;
-    flags().add_(how.infinities);
-  }
+  if (!flag_layouts_.empty()) add_to_first(flags(), how.infinities);
   for (size_t i = 0; i < slots_.size(); ++i) {
     if (slots_[i].param->used && !places_[i].in_place) install_view(i);
   }
@@ -236,7 +234,6 @@ class AllReduce final : public Flat {
       : Flat(spec, slots), ranks_(std::move(ranks)) {}
 
   void begin() override { counted_.reset(); }
-  bool adds_infinities() const override { return has_flags(); }
 
   void pack(const Packing& how) override {
     Flat::pack(how);

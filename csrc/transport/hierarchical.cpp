@@ -150,7 +150,9 @@ class Hierarchical final : public Coding {
     if (!items.empty()) take(items, how);
     buffers_->codes.seed = buffers_->spec().seed_of(how.step);
     if (carried_.defined()) buffers_->values.packed.add_(std::exchange(carried_, at::Tensor()));
-    if (buffers_->has_flags()) write_flags(flags, buffers_->flags.packed);
+    if (!buffers_->has_flags()) return;
+    write_flags(flags, buffers_->flags.packed);
+    add_to_first(buffers_->flags.packed, how.infinities);
   }
 
   // Averages are complete only after the last stage.

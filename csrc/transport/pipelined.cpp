@@ -36,7 +36,7 @@ class Pipelined final : public Transport {
     std::vector<float> flags;
     for (const Slot& slot : slots_) flags.push_back(used_flag(slot));
     flags.push_back(how.vote ? 1.0F : 0.0F);
-    coding_->pack(gradient_items(slots_), flags, {how.scale, how.step});
+    coding_->pack(gradient_items(slots_), flags, {how.scale, how.step, how.infinities});
   }
 
   std::unique_ptr<comm::InFlight> launch() override {

@@ -141,7 +141,6 @@ class Scattered final : public Transport {
   }
 
   bool ends_early() const override { return true; }
-  bool adds_infinities() const override { return true; }
   bool has_flags() const override { return flags_.defined(); }
   at::Tensor flags() const override {
     return flags_.narrow(0, 0, static_cast<int64_t>(slots_.size()));

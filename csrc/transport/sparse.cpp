@@ -8,6 +8,7 @@
 #include "../check.h"
 #include "../ops/buffers.h"
 #include "../ops/ops.h"
+#include "coding.h"
 #include "comm/pipeline.h"
 
 namespace fastsync::engine {
@@ -45,6 +46,7 @@ class Sparse final : public Transport {
     how_ = how;
     is_dense_ = false;
     flags_ = flags(used_flag(slots_.front()), how.vote);
+    if (flags_.defined()) add_to_first(flags_, how.infinities);
     rows_ = at::Tensor();
     if (!grad.defined()) {
       rows_ = empty_rows(param);

@@ -82,8 +82,6 @@ class Transport {
   // Whether flags travel with the gradients: one per slot, then the vote. flags() and vote() are
   // those of the last step, still on the device.
   virtual bool has_flags() const = 0;
-  // Whether pack() adds `infinities` to them.
-  virtual bool adds_infinities() const { return false; }
   virtual at::Tensor flags() const = 0;
   virtual at::Tensor vote() const = 0;
 

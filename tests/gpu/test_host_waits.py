@@ -32,8 +32,7 @@ ALLOWED = {
     "reducer/agreement.py: agree_on_plan: cpu": PLANS,
     "reducer/agreement.py: agree_on_plan: item": PLANS,
     "reducer/agreement.py: agree_on_plan: tolist": PLANS,
-    "reducer/bucket.cpp: Bucket::flags_on_host": "the script asks who used a parameter; or "
-    "nonfinite, where gradients travel in a form whose flags carry no infinity of a device",
+    "reducer/bucket.cpp: Bucket::flags_on_host": "the script asks who used a parameter",
     "reducer/sync_checkpoint.py: _sum: to the CPU": ASKED,
     "reducer/flags.cpp: FlagExchange::counts": f"{MISSED}, with a hook; or replicas",
     "reducer/state_transfer.py: _receive_all: numpy": BACK,
@@ -52,7 +51,7 @@ ALLOWED = {
     "ddp/replica_check.py: _on_host: cpu": DIFFER,
     "ddp/ddp_objects.py: _set_forward_pass_work_handle: item": "join(), as in torch",
     "ops/digests.cpp: no_modes": "replicas, every so many steps",
-    "ops/norms.cpp: finite_by_torch": "as Bucket::flags_on_host",
+    "ops/norms.cpp: finite_by_torch": "nonfinite, once a step is left out",
     "zero/optimizer_checkpoint.py: _is_unread: tolist": ASKED,
     "zero/parameter_codes.py: decode: tolist": CPU,
     "zero/parameter_codes.py: differ: equal": CPU,

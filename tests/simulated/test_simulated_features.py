@@ -424,6 +424,43 @@ def test_layers_that_a_rank_leaves_out_get_the_others_gradients(options):
         assert torch.equal(grad, second[name]), name
 
 
+def poisoned_after_a_change_of_plan(rank, world, options):
+    """Return the weights' change by a step that follows NaN in a new plan's first backward.
+
+    Nobody has asked for the flags of the backwards before.
+    """
+    from tests.simulated.device import placed
+
+    model = FastDDP(placed(net()), **grouped({"nonfinite": "skip", **options}))
+    opt = optim.SGD(model.parameters(), 0.1)
+    first, *others = model.parameters()
+    first.requires_grad_(False)
+    for step in range(3):
+        backward(model, rank, step, DEVICE)
+    first.requires_grad_(True)
+    opt.zero_grad()
+    if rank == 1:
+        others[-1].register_hook(lambda grad: grad * float("nan"))
+    before = [p.detach().cpu() for p in model.parameters()]
+    backward(model, rank, 3, DEVICE)
+    opt.step()
+    after = [p.detach().cpu() for p in model.parameters()]
+    return all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+
+
+AFTER_CHANGES = {
+    **{f"zero{stage}": {"zero": stage} for stage in (0, 1, 2)},
+    **{wire: {"wire": wire} for wire in ("bf16", "int8", "topk")},
+    "int8, zero2": {"wire": "int8", "zero": 2},
+}
+
+
+@pytest.mark.slow(but=("zero0", "int8"))
+@pytest.mark.parametrize("case", AFTER_CHANGES)
+def test_nan_in_the_first_backward_of_a_new_plan_skips_the_step(case):
+    assert run_simulated(poisoned_after_a_change_of_plan, 2, AFTER_CHANGES[case]) == [True, True]
+
+
 def mistaken(rank, world, kind):
     from tests.simulated.device import placed
 

@@ -191,15 +191,21 @@ def test_only_the_scaler_asks_for_a_value(zero):
         assert [len(waits) for _, waits in ours] == [len(waits) for _, waits in theirs]
 
 
-def guarded(rank, world, zero):
-    return waits_of_steps(rank, world, fast(nonfinite="skip", zero=zero), plain)
+def guarded(rank, world, options):
+    return waits_of_steps(rank, world, fast(nonfinite="skip", **options), plain)
 
 
-@pytest.mark.slow(but=("2-1",))
-@pytest.mark.parametrize("zero", [0, 1, 2])
+GUARDED = {
+    **{f"zero{stage}": {"zero": stage} for stage in (0, 1, 2)},
+    **{wire: {"wire": wire} for wire in ("bf16", "int8", "topk")},
+}
+
+
+@pytest.mark.slow(but=("2-zero1", "2-int8"))
+@pytest.mark.parametrize("case", GUARDED)
 @pytest.mark.parametrize("world", [1, 2])
-def test_nonfinite_asks_once_in_the_step(world, zero):
-    for found in run_simulated(guarded, world, zero):
+def test_nonfinite_asks_once_in_the_step(world, case):
+    for found in run_simulated(guarded, world, GUARDED[case]):
         for in_backward, waits in found:
             assert not in_backward, "\n".join(in_backward)
             assert len(waits) == 1, "\n".join(waits)
