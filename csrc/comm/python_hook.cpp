@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "../check.h"
+#include "../ops/buffers.h"
 
 namespace fastsync::comm {
 namespace {
@@ -16,12 +17,23 @@ namespace {
 class HookInFlight final : public InFlight {
  public:
   HookInFlight(std::shared_ptr<c10d::CommHookInterface> hook, c10d::GradBucket bucket)
-      : hook_(std::move(hook)), bucket_(std::move(bucket)), future_(hook_->runHook(bucket_)) {
+      : buffer_(bucket.getBuffer()),
+        hook_(std::move(hook)),
+        bucket_(std::move(bucket)),
+        future_(hook_->runHook(bucket_)) {
     FS_CHECK(future_, "the communication hook returned no future");
+  }
+
+  // A hook that nobody has waited for still writes to the buffer, on a device in streams of its own
+  // choice.
+  ~HookInFlight() override {
+    if (!future_ || waited_ || buffer_.is_cpu()) return;
+    future_->addCallback([buffer = buffer_](c10::ivalue::Future&) { ops::record_here(buffer); });
   }
 
   at::Tensor wait() override {
     future_->wait();
+    waited_ = true;
     if (told_.valid()) told_.wait();
     FS_CHECK(!future_->hasError(),
              "the communication hook failed: ", future_->tryRetrieveErrorMessage());
@@ -38,6 +50,8 @@ class HookInFlight final : public InFlight {
   }
 
  private:
+  at::Tensor buffer_;
+  bool waited_ = false;
   std::future<void> told_;  // a future's callbacks run after its waiters have been woken
   std::shared_ptr<c10d::CommHookInterface> hook_;
   c10d::GradBucket bucket_;  // hooks may set another buffer, and refer to it until they are done

@@ -59,6 +59,10 @@ at::Tensor copy_of(const at::Tensor& tensor) { return tensor.clone(); }
 
 void record_here(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_cpu()) return;
+  if (tensor.is_sparse()) {
+    record_here(tensor._indices());
+    return record_here(tensor._values());
+  }
   const c10::impl::VirtualGuardImpl guard(tensor.device().type());
   guard.recordDataPtrOnStream(tensor.storage().data_ptr(), guard.getStream(tensor.device()));
 }

@@ -1,7 +1,6 @@
 #include "reducer/survival.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 
@@ -9,19 +8,6 @@
 #include "ops/ops.h"
 
 namespace fastsync::engine {
-
-namespace {
-
-// A gradient's memory returns to the stream of the backward that made it. It must not be reused
-// there while the current stream reads it. Its contents are ready: at the end of a backward, the
-// current stream waits for all streams of the backward.
-void record_on_current_stream(const at::Tensor& grad) {
-  if (grad.is_cpu() || !grad.has_storage()) return;
-  const c10::impl::VirtualGuardImpl guard(grad.device().type());
-  guard.recordDataPtrOnStream(grad.storage().data_ptr(), guard.getStream(grad.device()));
-}
-
-}  // namespace
 
 void OwnGradients::keep(size_t param, bool in_bucket) {
   const at::Tensor& grad = params_[param]->tensor.grad();
@@ -38,7 +24,9 @@ void OwnGradients::note_used() {
 void OwnGradients::restore_gradients() const {
   for (size_t i = 0; i < params_.size(); ++i) {
     if (!grads_[i].defined()) continue;
-    record_on_current_stream(grads_[i]);
+    // Allocated on the backward's stream, read on this one. Its contents are ready: at the end of
+    // a backward, the current stream waits for all streams of the backward.
+    ops::record_here(grads_[i]);
     params_[i]->tensor.mutable_grad() = grads_[i];
   }
 }

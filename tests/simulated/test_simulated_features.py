@@ -6,7 +6,7 @@ training on the CPU is what to compare with.
 
 import os
 import tempfile
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -459,6 +459,35 @@ AFTER_CHANGES = {
 @pytest.mark.parametrize("case", AFTER_CHANGES)
 def test_nan_in_the_first_backward_of_a_new_plan_skips_the_step(case):
     assert run_simulated(poisoned_after_a_change_of_plan, 2, AFTER_CHANGES[case]) == [True, True]
+
+
+def stopped_under_a_hook(rank, world):
+    """Let a backward raise while the hook's callbacks still write to buckets."""
+    from tests.simulated.device import placed
+
+    layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    wrap = hooked(fast(bucket_cap_mb=1e-5), default_hooks.fp16_compress_hook)
+    model, fails = wrap(placed(layers)), []
+
+    def fail(grad):
+        if fails:
+            raise RuntimeError("planted")
+
+    def run():
+        layers[0].weight.register_hook(fail)
+        for step in range(6):
+            fails[:] = ["once"] if step == 3 else []
+            x = torch.ones(4, 16, device=DEVICE)
+            with suppress(RuntimeError):  # the next forward says that a backward stopped half-way
+                model(x).sum().backward()
+            model.zero_grad()
+
+    return detected(run)[1]
+
+
+def test_a_hook_outlives_the_backward_that_raised():
+    for races in run_simulated(stopped_under_a_hook, 2):
+        assert not races, "\n".join(races)
 
 
 def mistaken(rank, world, kind):

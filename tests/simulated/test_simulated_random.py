@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.random_cases.team import run_cases, world_of
+from tests.fuzz.random_cases.team import naming_the_case, run_cases, world_of
 from tests.simulated.ranks import run_simulated
 
 DEVICE = "sim"
@@ -29,9 +29,11 @@ def on_the_device(rank, world, seeds, folder):
 
 def check_on_the_device(seeds, folder):
     seeds = [seed for seed in seeds if world_of(seed) == 2]
-    print("cases", *seeds)
-    for races in run_simulated(on_the_device, 2, seeds, folder, timeout=60 + 10 * len(seeds)):
-        assert not races, "\n".join(races)
+    command = "python -m tests.simulated.test_simulated_random"
+    with naming_the_case(seeds, folder, command):
+        found = run_simulated(on_the_device, 2, seeds, folder, timeout=60 + 10 * len(seeds))
+    for races in found:
+        assert not races, "\n".join(["in cases", *map(str, seeds), *races])
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -128,14 +129,22 @@ def check_cases(seeds, tally=None, family="models"):
 
 
 def check_team(world, seeds, family):
-    with tempfile.TemporaryDirectory() as folder:
-        timeout = SECONDS_PER_CASE + len(seeds)
-        try:
-            return run_ranks(run_cases, world, seeds, Path(folder), family, timeout=timeout)[0]
-        except RankError as error:
-            logs = [path.read_text().splitlines() for path in Path(folder).iterdir()]
-            first = min(logs, key=lambda log: seeds.index(int(log[0])), default=[str(seeds[0])])
-            of = "" if family == "models" else f" --of {family}"
-            command = f"python -m tests.fuzz.test_random{of} --case {first[0]}"
-            said = ", ".join(first[1:])
-            raise AssertionError(f"again with: {command}\n({said})\n{error}") from None
+    of = "" if family == "models" else f" --of {family}"
+    command = f"python -m tests.fuzz.test_random{of} --case"
+    timeout = SECONDS_PER_CASE + len(seeds)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        with naming_the_case(seeds, folder, command):
+            return run_ranks(run_cases, world, seeds, folder, family, timeout=timeout)[0]
+
+
+@contextmanager
+def naming_the_case(seeds, folder, command):
+    """Have an error say which of the cases failed, and how to repeat it."""
+    try:
+        yield
+    except RankError as error:
+        logs = [path.read_text().splitlines() for path in folder.iterdir()]
+        first = min(logs, key=lambda log: seeds.index(int(log[0])), default=[str(seeds[0])])
+        said = ", ".join(first[1:])
+        raise AssertionError(f"again with: {command} {first[0]}\n({said})\n{error}") from None
