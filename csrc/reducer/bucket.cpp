@@ -245,8 +245,10 @@ void Bucket::note_finite(bool travelled) {
 
 void Bucket::abandon() {
   state_ = BucketState::kFilling;
-  // An abandoned collective still writes to its buffer, so the buffer is not reused.
-  transport_->abandon(/*in_flight=*/std::exchange(in_flight_, nullptr) != nullptr);
+  // An abandoned collective still writes to its buffer, so the buffer is not reused. On a device
+  // its end makes the current stream wait, before the transport copies anything.
+  const bool in_flight = std::exchange(in_flight_, nullptr) != nullptr;
+  transport_->abandon(in_flight);
   pending_ = slots_->size();
   missed_ = checked_ = false;
   infinities_ = at::Tensor();

@@ -461,13 +461,18 @@ def test_nan_in_the_first_backward_of_a_new_plan_skips_the_step(case):
     assert run_simulated(poisoned_after_a_change_of_plan, 2, AFTER_CHANGES[case]) == [True, True]
 
 
-def stopped_under_a_hook(rank, world):
-    """Let a backward raise while the hook's callbacks still write to buckets."""
+SENT_LATE = {
+    "fp16 hook": hooked(fast(bucket_cap_mb=1e-5), default_hooks.fp16_compress_hook),
+    **{wire: fast(bucket_cap_mb=1e-5, wire=wire) for wire in ("bf16", "int8", "topk")},
+}
+
+
+def stopped(rank, world, case):
+    """Let a backward raise while streams of the engine, or of a hook, still write to buckets."""
     from tests.simulated.device import placed
 
-    layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
-    wrap = hooked(fast(bucket_cap_mb=1e-5), default_hooks.fp16_compress_hook)
-    model, fails = wrap(placed(layers)), []
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    model, fails = SENT_LATE[case](placed(layers)), []
 
     def fail(grad):
         if fails:
@@ -477,7 +482,7 @@ def stopped_under_a_hook(rank, world):
         layers[0].weight.register_hook(fail)
         for step in range(6):
             fails[:] = ["once"] if step == 3 else []
-            x = torch.ones(4, 16, device=DEVICE)
+            x = torch.ones(4, 64, device=DEVICE)
             with suppress(RuntimeError):  # the next forward says that a backward stopped half-way
                 model(x).sum().backward()
             model.zero_grad()
@@ -485,8 +490,10 @@ def stopped_under_a_hook(rank, world):
     return detected(run)[1]
 
 
-def test_a_hook_outlives_the_backward_that_raised():
-    for races in run_simulated(stopped_under_a_hook, 2):
+@pytest.mark.slow(but=("fp16 hook", "int8"))
+@pytest.mark.parametrize("case", SENT_LATE)
+def test_a_backward_that_raises_leaves_no_race(case):
+    for races in run_simulated(stopped, 2, case):
         assert not races, "\n".join(races)
 
 

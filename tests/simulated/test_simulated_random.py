@@ -22,8 +22,11 @@ def on_the_device(rank, world, seeds, folder):
     from tests.simulated.device import detecting
 
     races = []
-    with detecting(races):
-        run_cases(rank, world, seeds, folder, device=DEVICE)
+    for seed in seeds:
+        found = []
+        with detecting(found):
+            run_cases(rank, world, [seed], folder, device=DEVICE)
+        races += [f"case {seed}: {race}" for race in found]
     return races
 
 
@@ -33,7 +36,7 @@ def check_on_the_device(seeds, folder):
     with naming_the_case(seeds, folder, command):
         found = run_simulated(on_the_device, 2, seeds, folder, timeout=60 + 10 * len(seeds))
     for races in found:
-        assert not races, "\n".join(["in cases", *map(str, seeds), *races])
+        assert not races, "\n".join(races)
 
 
 @pytest.mark.slow
