@@ -11,6 +11,7 @@
 #include "check.h"
 #include "codec/plugin_codec.h"
 #include "codec/python_codec.h"
+#include "reducer/autograd_hooks.h"
 #include "transport/choose.h"
 
 namespace py = pybind11;
@@ -111,14 +112,29 @@ class ProxyList {
   std::vector<Py_ssize_t> references_;
 };
 
+// A parameter that is frozen now gets no hook: its gradients are copied.
+void announce_arrivals(const std::shared_ptr<engine::ShardedGradients>& unit,
+                       const std::vector<at::Tensor>& params) {
+  const std::weak_ptr<engine::ShardedGradients> weak = unit;
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (!params[i].requires_grad()) continue;
+    auto announce = [weak, i, param = params[i]](const at::Tensor& grad) {
+      const auto self = weak.lock();
+      if (self && self->proxies[i].is_same(param.grad())) self->arrivals.announce(i, grad);
+    };
+    unit->hooks.push_back(engine::before_accumulation(params[i], std::move(announce)));
+  }
+}
+
 std::shared_ptr<engine::ShardedGradients> make_sharded_gradients(
-    const at::Tensor& shard, const py::list& proxies, std::function<void(size_t)> release) {
-  auto made = std::make_shared<engine::ShardedGradients>();
-  made->shard = shard;
+    const at::Tensor& shard, const std::vector<at::Tensor>& params, const py::list& proxies,
+    std::function<void(size_t)> release) {
+  auto made = std::make_shared<engine::ShardedGradients>(shard, params.size());
   const auto list = std::make_shared<ProxyList>(proxies, made->proxies);
-  made->pending.resize(made->proxies.size());
+  FS_CHECK_VALUE(made->proxies.size() == params.size(), "expects one proxy per parameter");
   made->is_held = [list](size_t index) { return list->is_held(index); };
   made->release = std::move(release);
+  announce_arrivals(made, params);
   return made;
 }
 
@@ -126,8 +142,8 @@ void bind_shards(py::module_& m) {
   using engine::ScatterSpec;
   using engine::ShardedGradients;
   py::class_<ShardedGradients, std::shared_ptr<ShardedGradients>>(m, "ShardedGradients")
-      .def(py::init(&make_sharded_gradients), py::arg("shard"), py::arg("proxies"),
-           py::arg("release"))
+      .def(py::init(&make_sharded_gradients), py::arg("shard"), py::arg("params"),
+           py::arg("proxies"), py::arg("release"))
       .def(
           "set_proxy",
           [](ShardedGradients& self, size_t index, const at::Tensor& proxy) {
@@ -146,7 +162,13 @@ void bind_shards(py::module_& m) {
           [](ShardedGradients& self, size_t index, const std::optional<at::Tensor>& pending) {
             self.pending.at(index) = pending.value_or(at::Tensor());
           },
-          py::arg("index"), py::arg("pending"));
+          py::arg("index"), py::arg("pending"))
+      .def(
+          "hand_over",
+          [](ShardedGradients& self, size_t index, const at::Tensor& grad) {
+            return self.arrivals.hand_over(index, grad);
+          },
+          py::arg("index"), py::arg("grad"));
   py::class_<engine::GradientSquares>(m, "GradientSquares")
       .def_readonly("owned", &engine::GradientSquares::owned)
       .def_readonly("common", &engine::GradientSquares::common)

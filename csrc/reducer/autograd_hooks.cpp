@@ -32,12 +32,13 @@ void refuse_to_compile(const torch::dynamo::autograd::CompiledNodeArgs& /*args*/
            "itself works, and overlaps");
 }
 
-class OutputHook final : public torch::autograd::FunctionPreHook {
+class PreHook final : public torch::autograd::FunctionPreHook {
  public:
-  explicit OutputHook(std::function<void()> fn) : fn_(std::move(fn)) {}
+  using Fn = std::function<void(const variable_list& grads)>;
+  explicit PreHook(Fn fn) : fn_(std::move(fn)) {}
 
   variable_list operator()(const variable_list& grads) override {
-    fn_();
+    fn_(grads);
     return grads;
   }
 
@@ -46,7 +47,7 @@ class OutputHook final : public torch::autograd::FunctionPreHook {
   }
 
  private:
-  std::function<void()> fn_;
+  Fn fn_;
 };
 
 using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor()));
@@ -89,19 +90,6 @@ class Endings {
     return endings;
   }
 
-  Endings() = default;
-  Endings(const Endings&) = delete;
-  Endings& operator=(const Endings&) = delete;
-  ~Endings() {
-    if (reached_) return;
-    for (const auto& fn : failed_) fn();
-  }
-
-  void add_failure(std::function<void()> fn) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    failed_.push_back(std::move(fn));
-  }
-
   // Gradients arrive on a thread per device.
   void add(Turn turn, std::function<void()> fn) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -110,7 +98,6 @@ class Endings {
 
  private:
   void run() {
-    reached_ = true;
     for (auto fn = next(); fn; fn = next()) fn();
   }
 
@@ -122,8 +109,6 @@ class Endings {
 
   std::mutex mutex_;
   std::multimap<std::pair<Ending, int64_t>, std::function<void()>> todo_;
-  std::vector<std::function<void()>> failed_;
-  bool reached_ = false;
 };
 
 }  // namespace
@@ -195,18 +180,21 @@ uint64_t next_node() { return at::sequence_number::peek(); }
 
 bool on_backward(const at::Tensor& output, uint64_t first_node, std::function<void()> fn) {
   if (!output.defined() || !output.grad_fn()) return false;
+  const auto hook = [fn = std::move(fn)](const variable_list& /*grads*/) { fn(); };
   // An operation in place on a view replaces its node, and leaves the base's where it is.
   const auto base = output.is_view() ? output._base().grad_fn() : nullptr;
   if (base && base->sequence_nr() >= first_node) {
-    base->add_pre_hook(std::make_unique<OutputHook>(fn));
+    base->add_pre_hook(std::make_unique<PreHook>(hook));
   }
-  output.grad_fn()->add_pre_hook(std::make_unique<OutputHook>(std::move(fn)));
+  output.grad_fn()->add_pre_hook(std::make_unique<PreHook>(hook));
   return true;
 }
 
-std::shared_ptr<void> before_accumulation(const at::Tensor& tensor, std::function<void()> fn) {
+std::shared_ptr<void> before_accumulation(const at::Tensor& tensor,
+                                          std::function<void(const at::Tensor&)> fn) {
   auto node = torch::autograd::impl::grad_accumulator(tensor);
-  node->add_pre_hook(std::make_unique<OutputHook>(std::move(fn)));
+  auto hook = [fn = std::move(fn)](const variable_list& grads) { fn(grads.at(0)); };
+  node->add_pre_hook(std::make_unique<PreHook>(std::move(hook)));
   return std::make_shared<decltype(node)>(std::move(node));
 }
 
@@ -214,10 +202,6 @@ int running_backward() { return torch::autograd::get_current_graph_task_id(); }
 
 void at_end_of_backward(Turn turn, std::function<void()> fn) {
   Endings::of_running_backward()->add(turn, std::move(fn));
-}
-
-void at_failure_of_backward(std::function<void()> fn) {
-  Endings::of_running_backward()->add_failure(std::move(fn));
 }
 
 }  // namespace fastsync::engine

@@ -56,9 +56,10 @@ uint64_t next_node();
 // one. Returns whether there is such a node.
 bool on_backward(const at::Tensor& output, uint64_t first_node, std::function<void()> fn);
 
-// Calls `fn` before a backward accumulates into the leaf `tensor`, as long as the returned object
-// lives.
-std::shared_ptr<void> before_accumulation(const at::Tensor& tensor, std::function<void()> fn);
+// Calls `fn` with a gradient, perhaps undefined, before a backward accumulates it into the leaf
+// `tensor`, as long as the returned object lives.
+std::shared_ptr<void> before_accumulation(const at::Tensor& tensor,
+                                          std::function<void(const at::Tensor&)> fn);
 
 // The number that autograd has given the running backward; each has its own, an inner one of
 // reentrant checkpointing too.
@@ -80,8 +81,5 @@ struct Turn {
 
 // Calls `fn` at the end of the running backward, unless the backward fails.
 void at_end_of_backward(Turn turn, std::function<void()> fn);
-// Calls `fn`, which must not throw, if the running backward fails, before the error reaches the
-// caller of backward().
-void at_failure_of_backward(std::function<void()> fn);
 
 }  // namespace fastsync::engine

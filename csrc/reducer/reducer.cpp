@@ -232,10 +232,6 @@ void Reducer::begin_backward() {
   open_step();
   end_backward_by(Ending::kSend, &Reducer::close_backward);
   end_backward_by(Ending::kWait, &Reducer::finish_backward);
-  const std::weak_ptr<Reducer> weak = weak_from_this();
-  at_failure_of_backward([weak, mine = generation_] {
-    if (const auto self = weak.lock()) self->restore_gradients(mine);
-  });
 }
 
 void Reducer::open_step() {
@@ -255,14 +251,6 @@ void Reducer::open_step() {
   for (Bucket& bucket : plan_.buckets) bucket.transport().begin();
   watch_.begin_step();
   ++generation_;
-}
-
-void Reducer::restore_gradients(int64_t generation) {
-  const Lock lock(mutex_);
-  if (!is_running(generation)) return;
-  // Buckets in flight are still needed if this rank skips the step.
-  const size_t first = options_.may_skip ? next_ : 0;
-  for (size_t i = first; i < plan_.buckets.size(); ++i) plan_.buckets[i].transport().restore();
 }
 
 // See [Note: the end of a backward].

@@ -311,7 +311,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void keep_unread(Bucket& bucket);
   void read_flags() const;
   std::vector<bool> read_missed();
-  void restore_gradients(int64_t generation);
   void finish(size_t bucket, const std::vector<bool>& used);
   void await(size_t bucket);
   void begin_to_await(size_t bucket);

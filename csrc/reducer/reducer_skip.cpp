@@ -52,7 +52,7 @@ void Reducer::withhold() {
     bucket.transport().begin();
     for (const Slot& slot : bucket.slots()) {
       slot.param->used = false;
-      slot.param->tensor.mutable_grad().reset();
+      slot.mutable_grad().reset();
     }
   }
   gives_.assign(next_, true);

@@ -39,17 +39,9 @@ class Scattered final : public Transport {
         places_(slots.size()) {
     FS_ASSERT(spec_.layout.flags == 2 * static_cast<int64_t>(slots.size()) + 1, "other flags");
     for (const RegionPart& part : spec_.parts) add_part(part);
-  }
-
-  void begin() override {
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      gradients_.squares.forget(spec_.members[i]);
-      if (proxy(i).is_same(slots_[i].grad())) {
-        places_[i].faced = true;
-        slots_[i].param->tensor.mutable_grad() = std::exchange(pending(i), at::Tensor());
-      } else if (regions_->leaves_own()) {
-        let_go(i);
-      }
+    for (size_t i = 0; i < slots.size(); ++i) {
+      slots[i].proxy = &proxy(i);
+      slots[i].pending = &pending(i);
     }
   }
 
@@ -105,33 +97,17 @@ class Scattered final : public Transport {
     if (!kept_.empty()) put_back_residuals(used);
     end(/*in_flight=*/false);
     for (size_t i = 0; i < slots_.size(); ++i) {
-      at::Tensor& grad = slots_[i].param->tensor.mutable_grad();
       const Place place = std::exchange(places_[i], Place{});
       if (used[i]) {
-        grad = proxy(i);
-      } else if (place.faced) {  // used by no rank: stays as it was
-        grad = proxy(i);
-        pending(i) = place.kept;
-      } else if (place.kept.defined()) {
-        grad = place.kept;
+        slots_[i].param->tensor.mutable_grad() = proxy(i);
+      } else if (place.kept.defined()) {  // used by no rank: stays as it was
+        slots_[i].mutable_grad() = place.kept;
       }
-    }
-  }
-
-  // Drops what has been packed. A proxy comes back, and what autograd has accumulated since is
-  // pending.
-  void restore() override {
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      if (!std::exchange(places_[i].faced, false)) continue;
-      at::Tensor& grad = slots_[i].param->tensor.mutable_grad();
-      pending(i) = grad.defined() ? grad : places_[i].kept;
-      grad = proxy(i);
     }
   }
 
   void abandon(bool in_flight) override {
     end(in_flight);
-    restore();
     for (Place& place : places_) place = Place{};
   }
 
@@ -233,6 +209,13 @@ class Scattered final : public Transport {
     return items;
   }
 
+  // Before a gradient is taken, which changes the averages: now, or when it arrives.
+  void prepare(size_t index) {
+    gradients_.squares.forget(spec_.members[index]);
+    places_[index].faced = slots_[index].is_spread();
+    if (!places_[index].faced && regions_->leaves_own()) let_go(index);
+  }
+
   // A gradient in its slot's order; undefined where there is none.
   at::Tensor in_order(const Slot& slot) const {
     const at::Tensor& grad = slot.grad();
@@ -252,6 +235,7 @@ class Scattered final : public Transport {
     std::vector<ops::Item> fresh;
     std::vector<ops::Item> own;
     for (const size_t i : indices) {
+      prepare(i);
       const at::Tensor grad = in_order(slots_[i]);
       for (const Part& part : parts_[i]) {
         at::Tensor elements;
@@ -296,7 +280,7 @@ class Scattered final : public Transport {
 
   // Drops a packed gradient. One that this rank did not use may have to stay.
   void give_up(size_t index) {
-    at::Tensor& grad = slots_[index].param->tensor.mutable_grad();
+    at::Tensor& grad = slots_[index].mutable_grad();
     if (!slots_[index].param->used) places_[index].kept = grad;
     grad = at::Tensor();
   }

@@ -1,8 +1,11 @@
 #include "shared_gradients.h"
 
+#include <torch/csrc/autograd/variable.h>
+
 #include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include "../ops/norms.h"
 
@@ -79,6 +82,18 @@ void SquareSums::take(const at::Tensor& shard, uint32_t before, const std::vecto
 std::optional<double> SquareSums::of(const at::Tensor& shard, size_t member) const {
   if (member >= sums_.size() || version_of(shard) != version_) return {};
   return sums_[member];
+}
+
+void Arrivals::announce(size_t member, const at::Tensor& grad) {
+  std::optional<Weak>& announced = announced_.at(member);
+  announced.reset();
+  const bool ours = grad.defined() && torch::autograd::impl::is_tensor_stealable(grad);
+  if (ours) announced.emplace(grad.getIntrusivePtr());
+}
+
+bool Arrivals::hand_over(size_t member, const at::Tensor& grad) {
+  const auto announced = std::exchange(announced_.at(member), std::nullopt);
+  return announced && announced->lock().get() == grad.unsafeGetTensorImpl();
 }
 
 std::optional<GradientSquares> known_squares(const std::vector<at::Tensor>& params,

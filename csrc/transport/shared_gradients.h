@@ -43,19 +43,40 @@ class SquareSums {
   std::vector<std::optional<double>> sums_;  // by member
 };
 
+// Gradients on their way from autograd to proxies, which keep them without a copy, as autograd
+// itself would.
+class Arrivals {
+ public:
+  explicit Arrivals(size_t members) : announced_(members) {}
+
+  // Autograd is about to add `grad` to a member's proxy.
+  void announce(size_t member, const at::Tensor& grad);
+  // Whether `grad` is that gradient, and nobody else has it. True once.
+  bool hand_over(size_t member, const at::Tensor& grad);
+
+ private:
+  using Weak = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
+  std::vector<std::optional<Weak>> announced_;  // by member
+};
+
 // A unit's gradients on this rank. Lives longer than a plan: buckets of several plans may carry
 // them.
 struct ShardedGradients {
+  ShardedGradients(at::Tensor averages, size_t members)
+      : shard(std::move(averages)), pending(members), arrivals(members) {}
+
   at::Tensor shard;                 // [region], the averages
   std::vector<at::Tensor> proxies;  // by member
   // Gradients that this rank alone has accumulated since, by member; undefined where there are
   // none.
   std::vector<at::Tensor> pending;
+  Arrivals arrivals;
   SquareSums squares;
   // Whether a member's proxy is referenced elsewhere than by `param.grad`.
   std::function<bool(size_t)> is_held;
   // Makes another proxy, in `proxies`, and leaves the old one its values.
   std::function<void(size_t)> release;
+  std::vector<std::shared_ptr<void>> hooks;  // which announce arrivals
 };
 
 using ShardedUnits = std::vector<std::shared_ptr<ShardedGradients>>;

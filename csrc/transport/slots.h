@@ -42,8 +42,16 @@ struct Slot {
   bool finite = true;    // false: the gradient was found to hold NaN or infinity
   bool checked = false;  // ... and has been looked at
   std::optional<c10::Stream> stream = std::nullopt;
+  // Of a gradient that is spread over the ranks: `param.grad` is then `*proxy`, and this rank's own
+  // gradient is `*pending`. Else null.
+  const at::Tensor* proxy = nullptr;
+  at::Tensor* pending = nullptr;
 
-  const at::Tensor& grad() const { return param->tensor.grad(); }
+  // Whether this rank's gradient will be added to averages of earlier backwards.
+  bool is_spread() const { return proxy != nullptr && proxy->is_same(param->tensor.grad()); }
+  // This rank's gradient.
+  const at::Tensor& grad() const { return is_spread() ? *pending : param->tensor.grad(); }
+  at::Tensor& mutable_grad() const { return is_spread() ? *pending : param->tensor.mutable_grad(); }
 };
 
 using Slots = std::vector<Slot>;

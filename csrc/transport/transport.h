@@ -51,8 +51,6 @@ class Transport {
 
   // Called when a synchronising backward is about to accumulate.
   virtual void begin() {}
-  // Undoes begin(): the backward has failed.
-  virtual void restore() {}
 
   // Whether the slot's gradient lives in the transport's memory, and changes with it.
   virtual bool lives_here(size_t /*slot*/) const { return false; }

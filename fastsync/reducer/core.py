@@ -237,18 +237,22 @@ def make_words(memory: SharedMemory, timeout: float) -> SharedStatements:
 
 
 def make_sharded_gradients(
-    shard: torch.Tensor, proxies: list[torch.Tensor], release: Callable[[int], None]
+    shard: torch.Tensor,
+    params: Sequence[torch.Tensor],
+    proxies: list[torch.Tensor],
+    release: Callable[[int], None],
 ) -> ShardedGradients:
     """Return the part of a unit's gradients that one rank keeps.
 
     Args:
         shard: memory of its averages, one-dimensional.
+        params: its members.
         proxies: tensors that become `param.grad`, by member. The list is read at every use, so a
             proxy that is replaced in it is replaced in the result, too.
         release: called with a member's position when its proxy is still referenced and its values
             are about to be overwritten.
     """
-    return _C.ShardedGradients(shard, proxies, release)
+    return _C.ShardedGradients(shard, params, proxies, release)
 
 
 def make_timeline(capacity: int, device: torch.device) -> Timeline:

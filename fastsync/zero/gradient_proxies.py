@@ -133,9 +133,23 @@ class Share:
 
     def release(self) -> None:
         """Copy the values, so that a proxy that is still referenced keeps them."""
-        pending = self.pending
+        pending, self.pending = self.pending, None
         self.piece = self.piece.clone()
         self.released, self._pending = True, pending
+
+    def add(self, local: torch.Tensor) -> None:
+        """Accumulate a gradient of this rank."""
+        before = self.pending
+        if before is not None:
+            before.add_(local)
+        else:
+            param = self.shards().params[self.index]
+            keep = self._is_handed_over(local) and _has_order_of(local, param)
+            self.pending = local.detach() if keep else torch.empty_like(param).copy_(local)
+
+    def _is_handed_over(self, local: torch.Tensor) -> bool:
+        """Return whether autograd has just made this gradient, which nobody else has."""
+        return not self.released and self.shards().core.hand_over(self.index, local)
 
     def owned(self) -> torch.Tensor:
         """Return the elements that this rank owns, one-dimensional, with what
@@ -163,6 +177,10 @@ class Share:
             if not self.released:
                 self.shards().replace(self.index, self.whole)
         return self.whole
+
+
+def _has_order_of(grad: torch.Tensor, param: torch.Tensor) -> bool:
+    return grad.layout is torch.strided and grad.stride() == param.stride()
 
 
 class ShardedGradient(WrapperTensor):
@@ -230,7 +248,7 @@ class GradientShards:
         self.proxies: list[torch.Tensor] = [self._proxy(i) for i in range(len(self.params))]
         me = weakref.ref(self)
         self.core = core.make_sharded_gradients(
-            self.shard, self.proxies, lambda index: _release(me, index)
+            self.shard, self.params, self.proxies, lambda index: _release(me, index)
         )
 
     def version(self) -> int:
@@ -369,12 +387,7 @@ def _accumulate(func: Any, proxy: Any, other: torch.Tensor, *, alpha: float = 1)
     share = proxy.share
     if share.whole is not None or other.shape != proxy.shape or other.dtype is not proxy.dtype:
         return NotImplemented
-    added, before = other if alpha == 1 else other * alpha, share.pending
-    if before is None:
-        param = share.shards().params[share.index]
-        share.pending = torch.empty_like(param).copy_(added)  # in the same order in memory
-    else:
-        share.pending = before + added
+    share.add(other if alpha == 1 else other * alpha)
     return proxy
 
 

@@ -530,6 +530,55 @@ def hybrid(rank, world):
     return got, train(by_block(torchs, mesh=mesh), rank), races
 
 
+class Stopped(Exception):
+    """Error that a backward raises."""
+
+
+class Halting(nn.Module):
+    """Two layers; with `fails`, a backward raises between them."""
+
+    fails = False
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if self.fails:
+            hidden.register_hook(self.stop)
+        return self.second(hidden).sum()
+
+    def stop(self, grad):
+        raise Stopped
+
+
+def cleared(rank, world, zero):
+    """Return how many gradients come back that a script clears once a backward has raised."""
+    from tests.simulated.device import placed
+
+    model = FastDDP(placed(Halting()), zero=zero)
+    opt = OPTIMIZERS["sgd"](model.parameters())
+    x, back = torch.ones(2, 8).to(DEVICE), 0
+    for _ in range(100):
+        model.module.fails = False
+        model(x).backward()
+        opt.step()
+        model.module.fails = True
+        with pytest.raises(Stopped):
+            model(x).backward()
+        model.zero_grad()
+        # Begins when autograd's thread has left the backward that failed.
+        torch.ones((), device=DEVICE, requires_grad=True).sum().backward()
+        back += sum(p.grad is not None for p in model.parameters())
+    return back
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_gradients_that_are_cleared_after_a_backward_has_raised(zero):
+    assert run_simulated(cleared, 2, zero) == [0, 0]
+
+
 @pytest.mark.slow
 def test_hybrid_sharding():
     compare(run_simulated(hybrid, 4), 1e-5)

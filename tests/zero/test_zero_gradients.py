@@ -198,30 +198,86 @@ def test_looks_that_differ_are_errors_and_printing_is_free():
     assert "spread over the ranks" in text
 
 
-def fault_in_backward(rank, world):
-    """A backward that raises on every rank leaves the gradients as they were."""
+class Stopped(Exception):
+    """Error that a backward raises."""
+
+
+def stop(model, x):
+    """Make a backward that raises before the gradients of the first layer.
+
+    Return the parameters that had a gradient then.
+    """
+    there = []
+
+    def note_and_raise(_):
+        there.extend(p.grad is not None for p in model.parameters())
+        raise Stopped
+
+    def watch(layer, inputs, output):
+        output.register_hook(note_and_raise)
+
+    hook = model.module.conv.register_forward_hook(watch)
+    loss = model(x).mean()
+    hook.remove()
+    with pytest.raises(Stopped):
+        loss.backward()
+    return there
+
+
+AFTERWARDS = {
+    "nothing": lambda model: [],
+    "none": lambda model: model.zero_grad(),
+    "zeros": lambda model: model.zero_grad(set_to_none=False),
+    "look": lambda model: [p.grad.clone() for p in model.parameters() if p.grad is not None],
+    "accumulate": lambda model: accumulate(model, 0, 5, 2),
+}
+
+
+def stopped_backward(rank, world, then):
+    """A script goes on after a backward that raised on every rank, on top of earlier averages."""
     results = []
-    for zero in (0, 1):
+    for zero in (0, 1, 2):
         module = net()
         model = FastDDP(module, zero=zero, find_unused_parameters=True)
         optimizer = optim.SGD(model.parameters(), 0.05)
         train(model, optimizer, rank, range(2))
-        output = model(batch(rank, 7)).mean()
-        hook = output.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("mine")))
-        with pytest.raises(KeyError):
-            output.backward()
-        hook.remove()
-        model(batch(rank, 8)).mean().backward()  # on top of the second step's
+        there = stop(model, batch(rank, 7))
+        seen = AFTERWARDS[then](model) or []
+        model(batch(rank, 8)).mean().backward()
         optimizer.step()
         train(model, optimizer, rank, [9])
-        results.append([p.detach() for p in module.parameters()])
+        results.append((there, [p.detach() for p in module.parameters()] + seen))
     return results
 
 
-@pytest.mark.slow
-def test_a_backward_that_raises():
-    for wanted, found in run_ranks(fault_in_backward, 2):
-        assert close(found, wanted)
+@pytest.mark.slow(but=("nothing",))
+@pytest.mark.parametrize("then", AFTERWARDS)
+def test_a_backward_that_raises(then):
+    for wanted, *others in run_ranks(stopped_backward, 2, then):
+        for found in others:
+            assert found[0] == wanted[0] and close(found[1], wanted[1])
+
+
+def memory_of_sums(rank, world):
+    """Return whether gradients that are added to averages stay where autograd has made them."""
+    model = FastDDP(nn.Linear(8, 8), zero=1)
+    optimizer = optim.SGD(model.parameters(), 0.1)
+    made, kept = [], []
+    for _ in range(3):
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+    weight = model.module.weight
+    weight.register_hook(lambda grad: made.append(grad.data_ptr()))
+    with model.no_sync():
+        for _ in range(2):
+            model(torch.randn(2, 8)).sum().backward()
+            kept.append(weight.grad.share.pending.data_ptr())
+    return made[0], kept
+
+
+def test_gradients_that_are_added_to_averages_are_not_copied():
+    for made, kept in run_ranks(memory_of_sums, 2):
+        assert kept == [made, made]
 
 
 def changed_on_the_way(rank, world, change):

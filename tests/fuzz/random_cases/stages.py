@@ -219,13 +219,7 @@ def may_change_wire(wrapped):
 
 
 def may_stop(wrapped):
-    """Without a backward: the next one through another wrapper would then be taken for it.
-
-    On a device with `zero` gradients of before a backward that fails come back beside the script,
-    even where it has cleared them since: docs/zero.md.
-    """
-    if wrapped.drawn.zero and wrapped.seat.device != "cpu":
-        return False
+    """Without a backward: the next one through another wrapper would then be taken for it."""
     return free_use(wrapped) and outputs_are_seen(wrapped) and not wrapped.siblings
 
 
