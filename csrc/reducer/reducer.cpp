@@ -480,7 +480,7 @@ void Reducer::or_abandon(const Fn& fn) {
 }
 
 void Reducer::close_buckets() {
-  for (size_t i = 0; i < plan_.buckets.size(); ++i) {
+  for (size_t i = next_; i < plan_.buckets.size(); ++i) {  // earlier ones may have finished
     if (!plan_.buckets[i].complete()) log_.mark(Mark::kReady, static_cast<int64_t>(i));
     plan_.buckets[i].close();
   }

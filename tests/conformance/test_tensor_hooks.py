@@ -186,3 +186,23 @@ def scale_what_is_accumulated(model, _):
 @pytest.mark.parametrize("script", [before_wrapping, after_wrapping])
 def test_post_accumulate_hooks(stage, script):
     check(Script(script, scale_what_is_accumulated), stage)
+
+
+def on_top_of_averages(wrap, rank):
+    """Every other backward adds to the averages of the one before, which hooks see and scale."""
+    model = net()
+    scale_what_is_accumulated(model, None)
+    model = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(6):
+        loss_of(model(batch(rank, step))).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return full(model)
+
+
+@pytest.mark.slow(but=("zero1-small",))
+@pytest.mark.parametrize("stage", STAGES)
+def test_post_accumulate_hooks_on_top_of_averages(stage):
+    check(on_top_of_averages, stage)
