@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.fsdp_suite.rewrite import rewrite
 from tests.conformance.torch_suite.record import Lists
 
 ROOT = Path(__file__).parents[2]
@@ -208,6 +207,9 @@ def test_a_folder_without_tests(tmp_path):
     ],
 )
 def test_rules(source, expected):
+    # It imports torch's own tests, which takes seconds.
+    from tests.conformance.fsdp_suite.rewrite import rewrite
+
     assert ast.unparse(rewrite(source)).strip() == expected
 
 

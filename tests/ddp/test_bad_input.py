@@ -14,7 +14,7 @@ from torch import nn
 
 from fastsync import BuildError, FastDDP, RankMismatchError
 from fastsync.reducer.monitor import wrapping
-from fastsync.testing import run_ranks
+from tests.helpers.teams import run_ranks
 
 
 def linear(sizes=(4, 3), dtype=None, bias=True):

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from fastsync.testing import run_ranks
@@ -81,6 +80,7 @@ def test_more_training_equals_eager_ddp(build, when, backend, options):
 
 def watched(events):
     """A backend whose backward graphs report when they run."""
+    from torch._dynamo.backends.common import aot_autograd  # takes over a second
 
     def backward(graph, inputs):
         def run(*args):

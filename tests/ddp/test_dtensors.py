@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from fastsync import FastDDP, Group, Wire, fully_shard
-from fastsync.testing import run_ranks
 from tests.helpers import parallel_models
 from tests.helpers.parallel_models import Experts
+from tests.helpers.teams import run_ranks
 
 STEPS = 50
 
@@ -75,7 +75,7 @@ def train(rank, world, by_mesh, options):
     return {name: whole(param).detach() for name, param in net.named_parameters()}, kinds
 
 
-@pytest.mark.slow(but=("memory-group", "gloo-mesh"))
+@pytest.mark.slow(but=("gloo-mesh",))
 @pytest.mark.parametrize("by_mesh", [False, True], ids=["group", "mesh"])
 @pytest.mark.parametrize(
     "options", [{}, {"wire": Wire(shared_memory=False)}], ids=["memory", "gloo"]

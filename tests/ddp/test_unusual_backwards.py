@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from fastsync import FastDDP
-from fastsync.testing import RankError, run_ranks
+from fastsync.testing import RankError
 from tests.helpers.models import build, differences, grads, many, state, wrap
+from tests.helpers.teams import run_ranks
 
 
 class Checkpointed(nn.Module):

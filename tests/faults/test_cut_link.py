@@ -3,14 +3,13 @@
 Network namespaces stand for machines.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from bench.measure import netns
-from tests.faults.cut_link import WORLD, start, train_apart
+from tests.faults.cut_link import WORLD, seen_in, start, train_apart
 from tests.faults.fault_table import WAYS
 from tests.faults.machine_faults import OPTIONS, needs_store, patience, says_whom_it_cannot_reach
 from tests.helpers.served_store import environment_of
@@ -83,10 +82,10 @@ def test_who_catches_its_error_and_exits_is_not_taken_for_the_cause(options):
     variables = {**environment_of(store.port)}
     ranks = [start(["stop", options, "forward"], r, WORLD, variables) for r in range(WORLD)]
     try:
-        printed = [rank.communicate(timeout=120) for rank in ranks[:-1]]
+        logs = [rank.communicate(120)[0] for rank in ranks[:-1]]
     finally:
         for rank in ranks:
             rank.kill()
-    print(*printed, sep="\n")
-    for out, _ in printed:
-        assert json.loads(out.splitlines()[-1])["ranks"] == [WORLD - 1]
+    print(*logs, sep="\n")
+    for log in logs:
+        assert seen_in(log)["ranks"] == [WORLD - 1]

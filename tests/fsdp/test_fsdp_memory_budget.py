@@ -5,8 +5,7 @@ import os
 import pytest
 import torch
 from torch import nn, optim
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torchs
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fastsync import FastDDP, Zero, fully_shard
@@ -17,7 +16,6 @@ from tests.fsdp.fsdp_models import (
     OPTIMIZERS,
     Block,
     apply,
-    farthest,
     loss_of,
     mesh_of,
     net,
@@ -264,29 +262,3 @@ def test_a_rank_holds_16_bytes_per_parameter_and_rank(way, world):
     for ratio, whole, members in run_ranks(at_rest, world, way):
         assert 0.99 <= ratio <= 1.01
         assert (whole, members) == (0, 4 * LAYERS + 2)
-
-
-def offloaded(rank, world, pinned):
-    """Return how far weights are from those without a policy, and from FSDP2's; where everything
-    lies.
-    """
-    policy = CPUOffloadPolicy(pin_memory=pinned)
-    runs = ((fully_shard, {}), (fully_shard, {"offload_policy": policy}))
-    if not pinned:  # FSDP2 pins memory where there is nothing to pin it for
-        runs += ((torchs, {"offload_policy": policy}),)
-    weights = []
-    for shard, options in runs:
-        model = apply(shard, net(), mesh=mesh_of(world), **options)
-        weights.append(train(model, rank, optim.AdamW(model.parameters(), 0.01), clip=1e9)[0])
-        if shard is fully_shard:
-            places = {local_of(p).device.type for p in model.parameters()}
-    return [farthest(weights[0], others) for others in weights[1:]], places
-
-
-@pytest.mark.slow("True")
-@pytest.mark.parametrize("pinned", [True, False])
-def test_offloading_to_where_everything_is(pinned):
-    for (apart, *beside_fsdp2), places in run_ranks(offloaded, 2, pinned):
-        assert apart == 0
-        assert max(beside_fsdp2, default=0) <= 2e-6
-        assert places == {"cpu"}

@@ -84,6 +84,7 @@ def test_bits_are_those_of_steps_on_dtensors(name):
     assert run_ranks(train, 3, name, False) == run_ranks(train, 3, name, True)
 
 
+@pytest.mark.slow
 def test_bits_with_replicas_of_shares():
     assert run_ranks(train, 4, "AdamW", False, 2) == run_ranks(train, 4, "AdamW", True, 2)
 

@@ -12,6 +12,7 @@ from fastsync import FastDDP, fully_shard
 from fastsync.testing import run_ranks
 
 PACKAGE = str(Path(fastsync.__file__).parent)
+COUNTS = (50, 200)  # of parameters
 
 
 class Counter:
@@ -49,7 +50,7 @@ WAYS = {"zero3": lambda model: FastDDP(model, zero=3), "fully_shard": fully_shar
 
 def calls(rank, world, way):
     """Return the calls of wrapping, of a step, and of loading: for few parameters and for many."""
-    return [calls_for(way, params) for params in (100, 400)]
+    return [calls_for(way, params) for params in COUNTS]
 
 
 def calls_for(way, params):
@@ -79,7 +80,7 @@ def test_calls_grow_as_the_number_of_parameters(way):
 
 def calls_of_one_storage(rank, world):
     """Return the calls of wrapping modules whose parameters were made views of one tensor."""
-    return [calls_of_views(params) for params in (100, 400)]
+    return [calls_of_views(params) for params in COUNTS]
 
 
 def calls_of_views(params):

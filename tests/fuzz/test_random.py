@@ -17,7 +17,7 @@ FIXED = 60
 SLOW = 240
 DRAWN = 6
 SHARD = 60
-UNITS = 10  # fixed cases that are drawn of units
+UNITS = 4  # fixed cases that are drawn of units
 
 
 @pytest.mark.slow

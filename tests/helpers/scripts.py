@@ -41,12 +41,17 @@ class Forked:
     """`python -m module arguments` as `start` gives it, in a process that need not import torch.
 
     Not for what a process does at its very end: it ends without finalising the interpreter.
+
+    Args:
+        variables: what its environment has besides.
+        first: a function of a module, and its arguments, that the process calls before.
     """
 
-    def __init__(self, module, *arguments):
+    def __init__(self, module, *arguments, variables=None, first=()):
         self._folder = tempfile.TemporaryDirectory(prefix="fastsync-forked-")
         self._output = Path(self._folder.name, "output")
-        job = (module, [*map(str, arguments)], self._output, environment())
+        variables = {**environment(), **(variables or {})}
+        job = (module, [*map(str, arguments)], self._output, variables, first)
         self._process = ranks._context().Process(target=_become, args=job)
         self._process.start()
 
@@ -65,7 +70,7 @@ class Forked:
         self._process.kill()
 
 
-def _become(module, arguments, output, variables):
+def _become(module, arguments, output, variables, first):
     """Run a module to the end of this process, and of those that it forks."""
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
@@ -73,6 +78,8 @@ def _become(module, arguments, output, variables):
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(variables)
+    for call, *given in [first] if first else []:
+        call(*given)
     sys.argv = [module, *arguments]
     code = 0
     try:

@@ -1,7 +1,7 @@
 """Ranks that the tests of a file share: `run_ranks` without new processes for each call.
 
 Not for functions that replace attributes of modules, register wire formats or module hooks, count
-what a process says once, measure its memory, make device meshes anew, or end it.
+what a process says once, measure its memory, or end it.
 """
 
 from fastsync.testing import ranks
@@ -9,10 +9,10 @@ from fastsync.testing import ranks
 _teams = {}  # by number of ranks
 
 
-def run_ranks(fn, world_size, *args, timeout=60.0):
+def run_ranks(fn, world_size, *args, **limits):
     """Return what `fn(rank, world_size, *args)` returns on each rank."""
     team = _teams.pop(world_size, None) or ranks.Team(world_size)
-    results = team.call(fn, *args, timeout=timeout)
+    results = team.call(fn, *args, **limits)
     _teams[world_size] = team
     return results
 

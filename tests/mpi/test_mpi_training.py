@@ -62,13 +62,9 @@ def test_groups_are_given_back():
     assert jobs.run_ranks(training.many_groups, 2) == [2.0, 2.0]
 
 
-def test_stages_and_wires_of_fastddp(two_ranks):
-    assert [found["stages"] for found in two_ranks] == [[], []]
-
-
-def test_without_shared_memory():
-    found = jobs.run_ranks(training.fast_ddp, 2, training.STAGES, training.WIRES, False)
-    assert found == [[], []]
+@pytest.mark.parametrize("what", ["stages", "stages without shared memory"])
+def test_stages_and_wires_of_fastddp(two_ranks, what):
+    assert [found[what] for found in two_ranks] == [[], []]
 
 
 @pytest.mark.slow

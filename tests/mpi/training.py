@@ -192,6 +192,7 @@ def on_two_ranks(rank, world, seed):
     return {
         "many at once": many_at_once(rank, world),
         "stages": fast_ddp(rank, world, STAGES, WIRES, True),
+        "stages without shared memory": fast_ddp(rank, world, STAGES, WIRES, False),
         "ddp": ddp(rank, world),
         "shards": shards(rank, world),
         "checkpoint": checkpoint(rank, world),

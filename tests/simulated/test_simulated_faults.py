@@ -24,6 +24,18 @@ LIMIT = 200  # seconds, for all jobs of a test
 WRAPPERS = ("fp32", "zero1", "zero2", "zero3", "fsdp")
 FAULTS = ("kill", "raise", "sleep")
 PLACES = ("forward", "backward", "between")
+ALL = [
+    *((fault, place, "") for fault in FAULTS for place in PLACES),
+    *((fault, "backward", "reads") for fault in FAULTS),
+    *((fault, "backward", "rests") for fault in ("kill", "raise")),
+]
+# Each fault, place and way to go on once.
+FEW = [
+    ("kill", "forward", ""),
+    ("raise", "between", ""),
+    ("sleep", "backward", "reads"),
+    ("kill", "backward", "rests"),
+]
 
 
 class Ending:
@@ -85,13 +97,12 @@ def check_end(job, ending):
     assert ending.code == 1, str(ending)
 
 
-@pytest.mark.slow(but=("fp32",))
+@pytest.mark.slow(but=("few-fp32",))
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_other_rank_names_the_one_with_the_fault(tmp_path, wrapper):
+@pytest.mark.parametrize("cases", [FEW, ALL], ids=["few", "all"])
+def test_the_other_rank_names_the_one_with_the_fault(tmp_path, wrapper, cases):
     """Whether its script runs ahead of the device, waits for it on the host, or is elsewhere."""
-    jobs = [(fault, place, wrapper, "") for fault in FAULTS for place in PLACES]
-    jobs += [(fault, "backward", wrapper, "reads") for fault in FAULTS]
-    jobs += [(fault, "backward", wrapper, "rests") for fault in ("kill", "raise")]
+    jobs = [(fault, place, wrapper, after) for fault, place, after in cases]
     for job, ending in endings(tmp_path, jobs).items():
         check_end(job, ending)
 
