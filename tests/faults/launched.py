@@ -7,7 +7,9 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 
-from tests.helpers.scripts import ROOT, environment
+from fastsync._torch import TCPStore
+from tests.helpers.scripts import ROOT, Forked, environment
+from tests.helpers.served_store import environment_of
 
 TORCHRUN = ("torch.distributed.run", "--standalone")
 ELASTIC = ("fastsync.elastic",)
@@ -79,10 +81,38 @@ class Job:
                 os.kill(int(file.read_text()), signal.SIGKILL)
 
 
+class ForkedJob(Job):
+    """The same without a launcher, and ranks that need not import torch."""
+
+    def __init__(self, folder, ranks, module, *arguments):
+        self.folder, self.ranks = folder, range(ranks)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        place = {**environment_of(self._store.port), "WORLD_SIZE": str(ranks)}
+        self.forked = [
+            Forked(module, folder, *arguments, variables={**place, "RANK": str(rank)})
+            for rank in self.ranks
+        ]
+
+    @property
+    def text(self):
+        return "".join(rank.output for rank in self.forked)
+
+    @property
+    def over(self):
+        return all(rank.returncode is not None for rank in self.forked)
+
+    def end(self):
+        return "".join(rank.communicate(100)[0] for rank in self.forked)
+
+    def kill(self):
+        for rank in self.forked:
+            rank.kill()
+
+
 @contextmanager
-def launched(folder, ranks, module, *arguments, **options):
+def launched(folder, ranks, module, *arguments, kind=Job, **options):
     """A `Job` that has ended afterwards, in any case."""
-    job = Job(folder, ranks, module, *arguments, **options)
+    job = kind(folder, ranks, module, *arguments, **options)
     try:
         yield job
     finally:

@@ -18,12 +18,12 @@ import fastsync
 from fastsync import FastDDP, PreemptionPolicy
 from fastsync.config.arguments import grouped
 from fastsync.testing import run_ranks
-from tests.faults.launched import launched
+from tests.faults.launched import ForkedJob, Job, launched
 from tests.faults.preemption_script import train
 
 ALL = "all"  # torchrun, which tells all ranks
 CASES = {
-    "one rank": {"world": 2, "told": 1},
+    "one rank": {"world": 2, "told": 1, "workers": 1},
     "torchrun": {"world": 2, "told": ALL, "options": {"zero": 1}, "workers": 1},
     "zero=1": {"world": 2, "told": 0, "options": {"zero": 1}},
     "zero=2": {"world": 3, "told": 2, "options": {"zero": 2}, "accumulates": True},
@@ -36,8 +36,10 @@ CASES = {
 }
 
 
-def train_under_torchrun(folder, case):
-    return launched(folder, case["world"], "tests.faults.preemption_script", json.dumps(case))
+def started(folder, case):
+    kind = Job if case["told"] == ALL else ForkedJob
+    module, job = "tests.faults.preemption_script", json.dumps(case)
+    return launched(folder, case["world"], module, job, kind=kind)
 
 
 def tell(running, case):
@@ -54,13 +56,13 @@ def saved(folder, rank):
     return torch.load(file)
 
 
-@pytest.mark.slow(but=("torchrun",))
+@pytest.mark.slow(but=("one rank",))
 @pytest.mark.parametrize("case", CASES)
 def test_all_ranks_save_after_the_same_step(case, tmp_path):
     seed = random.randrange(1 << 32)
     case = CASES[case]
     world, number = case["world"], case.get("number", signal.SIGTERM)
-    with train_under_torchrun(tmp_path, case) as running:
+    with started(tmp_path, case) as running:
         running.wait_for_files(*(f"step {rank} 3" for rank in running.ranks))
         time.sleep(random.Random(seed).random() * 0.2)
         tell(running, case)
@@ -81,21 +83,21 @@ def test_all_ranks_save_after_the_same_step(case, tmp_path):
 @pytest.mark.slow
 def test_a_rank_goes_on_if_another_has_ended(tmp_path):
     case = {"world": 2, "told": 0, "steps": 4}
-    with train_under_torchrun(tmp_path, case) as running:
+    with started(tmp_path, case) as running:
         running.wait_for_files("alone")
         running.wait_for_text("rank 1 came to its end")
         tell(running, case)
         running.wait_for_text("rank 0 does not call on_preemption: fastsync: rank 1 ended its ")
         (tmp_path / "over").touch()
         text = running.end()
-    assert running.launcher.returncode == 0 and "rank 0 came to its end" in text
+    assert {rank.returncode for rank in running.forked} == {0} and "rank 0 came to its end" in text
     assert not list(tmp_path.glob("saved *"))
 
 
 @pytest.mark.slow
 def test_a_second_signal_ends_a_rank_at_once(tmp_path):
     case = {"world": 2, "told": 0, "stuck": True}
-    with train_under_torchrun(tmp_path, case) as running:
+    with started(tmp_path, case) as running:
         running.wait_for_files("step 0 3", "step 1 3")
         while not running.has_ended(0):
             tell(running, case)  # in the first seconds a launcher may have repeated it
@@ -107,7 +109,7 @@ def test_a_second_signal_ends_a_rank_at_once(tmp_path):
 @pytest.mark.slow
 def test_an_error_of_one_ranks_save_ends_all(tmp_path):
     case = {"world": 2, "told": 0, "fails": 1}
-    with train_under_torchrun(tmp_path, case) as running:
+    with started(tmp_path, case) as running:
         running.wait_for_files("step 0 3", "step 1 3")
         tell(running, case)
         text = running.end()

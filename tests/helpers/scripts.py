@@ -60,7 +60,12 @@ class Forked:
         self._process.join(timeout)
         if self._process.is_alive():
             raise subprocess.TimeoutExpired(self._process.name, timeout)
-        return self._output.read_text(), None
+        return self.output, None
+
+    @property
+    def output(self):
+        """What it has printed by now."""
+        return self._output.read_text() if self._output.exists() else ""
 
     @property
     def returncode(self):
