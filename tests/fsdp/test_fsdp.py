@@ -172,40 +172,6 @@ def test_replicas_accumulate_before_they_meet():
         assert farthest(found, model.parameters()) <= 1e-6
 
 
-class Checkpointed(Net):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.reentrant = reentrant
-
-    def forward(self, words):
-        x = self.embed(words)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-
-class CheckpointedTogether(Net):
-    def forward(self, words):
-        run = nn.Sequential.forward
-        x = checkpoint(run, self.blocks, self.embed(words), use_reentrant=False)
-        return self.head(x)
-
-
-def with_checkpoints(rank, world, kind):
-    torch.manual_seed(0)
-    model = CheckpointedTogether() if kind == "together" else Checkpointed(kind == "reentrant")
-    apply(fully_shard, model)
-    return train(model, rank, OPTIMIZERS["adamw"](model.parameters()))[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["reentrant", "not", "together"])
-def test_activation_checkpointing(kind):
-    wanted = train_alone(2, "adamw")
-    for found in run_ranks(with_checkpoints, 2, kind):
-        assert farthest(found, wanted) <= 1e-5
-
-
 class Again(Block):
     """Computes a part of itself again."""
 
@@ -277,38 +243,6 @@ def test_parameters_that_some_ranks_do_not_use():
                 assert torch.allclose(found[name], param.grad)
 
 
-def frozen(rank, world):
-    model = net()
-    for param in model.blocks[0].parameters():
-        param.requires_grad_(False)
-    model.blocks[1].up.weight.requires_grad_(False)
-    apply(fully_shard, model)
-    optimizer = OPTIMIZERS["sgd"](p for p in model.parameters() if p.requires_grad)
-    for step in range(4):
-        if step == 2:  # unfrozen on every rank
-            model.blocks[1].up.weight.requires_grad_(True)
-        loss_of(model, words(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    first = model.blocks[1].up.weight.grad is not None
-    return whole(model.parameters()), first, [p.grad is None for p in model.blocks[0].parameters()]
-
-
-@pytest.mark.slow
-def test_frozen_parameters():
-    model = net()
-    chosen = {*model.blocks[0].parameters(), model.blocks[1].up.weight}
-    optimizer = OPTIMIZERS["sgd"](p for p in model.parameters() if p not in chosen)
-    for step in range(4):
-        for rank in range(2):
-            (loss_of(model, words(rank, step)) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for found, thawed, none in run_ranks(frozen, 2):
-        assert farthest(found, model.parameters()) <= 1e-6
-        assert thawed and all(none)
-
-
 def several_forwards(rank, world):
     """Run two forwards before one backward, one whose output is unused, and evaluation between."""
     model = apply(fully_shard, net())
@@ -342,24 +276,6 @@ def test_several_forwards_before_a_backward():
     for found, reductions in run_ranks(several_forwards, 2):
         assert farthest(found, model.parameters()) <= 1e-6
         assert reductions == 3 * 4, "a unit's gradients travel once in a backward"
-
-
-def tied_across_units(rank, world):
-    model = net()
-    fully_shard(model.embed)
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model.head)
-    fully_shard(model)
-    assert len(list(model.parameters())) == len(list(net().parameters()))
-    return train(model, rank, OPTIMIZERS["adamw"](model.parameters()))[0]
-
-
-@pytest.mark.slow
-def test_weights_that_are_tied_across_units():
-    wanted = train_alone(2, "adamw")
-    for found in run_ranks(tied_across_units, 2):
-        assert farthest(found, wanted) <= 1e-5
 
 
 def from_meta(rank, world):

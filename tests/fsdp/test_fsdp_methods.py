@@ -1,7 +1,6 @@
 """FSDPModule's methods, groups, other cuts and dtypes, and what fully_shard() refuses."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from tests.fsdp.fsdp_models import (
     mesh_of,
     net,
     train,
-    train_alone,
     whole,
     words,
 )
@@ -75,24 +73,6 @@ def test_parameters_come_and_go():
         assert apart == 0
         assert kept == (False, True), "the root's stay for its backward, a block's do not"
         assert whole_now
-
-
-def prefetch_by_hand(rank, world):
-    model = apply(fully_shard, net())
-    blocks = list(model.blocks)
-    model.set_modules_to_forward_prefetch([blocks[0], blocks[1]])
-    for first, second in itertools.pairwise(blocks):
-        first.set_modules_to_forward_prefetch([second])
-        second.set_modules_to_backward_prefetch([first])
-    model.set_reduce_scatter_max_input_buffers(3)
-    return train(model, rank, OPTIMIZERS["adamw"](model.parameters()))[0]
-
-
-@pytest.mark.slow
-def test_prefetching_by_hand():
-    wanted = train_alone(2, "adamw")
-    for found in run_ranks(prefetch_by_hand, 2):
-        assert farthest(found, wanted) <= 1e-5
 
 
 def divided(rank, world):
