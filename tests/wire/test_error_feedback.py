@@ -104,10 +104,14 @@ def run(rank, world, wire, steps, checkpoints):
 @pytest.mark.parametrize("kept", [1, 4])
 @pytest.mark.parametrize("name", FEEDBACK)
 def test_a_restart_changes_no_bit(name, kept):
-    wire = FEEDBACK[name]
-    whole = run_ranks(run, 2, wire, range(8), None)
-    first = run_ranks(run, 2, wire, range(kept), None)
-    second = run_ranks(run, 2, wire, range(kept, 8), [checkpoint for checkpoint, _, _ in first])
+    restart_changes_no_bit(kept, lambda *args: run_ranks(run, 2, FEEDBACK[name], *args))
+
+
+def restart_changes_no_bit(kept, trained):
+    """Assert that 8 steps are those of `kept` steps, a checkpoint, and the others after it."""
+    whole = trained(range(8), None)
+    first = trained(range(kept), None)
+    second = trained(range(kept, 8), [checkpoint for checkpoint, _, _ in first])
     for one, two in zip(whole, second, strict=True):
         assert torch.equal(one[1], two[1])
         assert one[2].keys() == two[2].keys()

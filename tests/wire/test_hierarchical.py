@@ -1,5 +1,6 @@
 """Two nodes of two ranks: summed as they are inside a node, coded between nodes."""
 
+import math
 import os
 
 import pytest
@@ -13,12 +14,14 @@ from fastsync.config.policy import BucketPolicy
 from fastsync.wire.formats import FORMATS
 from tests.helpers.teams import run_ranks
 from tests.wire.reference_codes import Halves
+from tests.wire.test_error_feedback import restart_changes_no_bit, run
 from tests.wire.test_wire import (
     TOLERANCE,
     errors_of_steps,
     flat_grads,
     inputs,
     model,
+    poisoned,
     true_average,
 )
 
@@ -130,47 +133,15 @@ def test_the_residuals_are_what_the_averages_lack(world):
         assert share < 0.6  # of its shard alone
 
 
-def weights_after(rank, world, wire, steps, states):
-    wrapped = FastDDP(model(), wire=wire, bucket_cap_mb=0.1)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    if states:
-        wrapped.module.load_state_dict(states[rank][0])
-        wrapped.load_sync_state_dict(states[rank][1])
-    for step in steps:
-        optimizer.zero_grad()
-        wrapped(inputs(step, rank)).square().mean().backward()
-        optimizer.step()
-    return wrapped.module.state_dict(), wrapped.sync_state_dict()
-
-
 @pytest.mark.slow
 def test_a_restart_changes_no_bit():
     wire = hierarchical("int4", stochastic=True)
-    whole = run_ranks(on_nodes, 4, weights_after, wire, range(6), None)
-    first = run_ranks(on_nodes, 4, weights_after, wire, range(3), None)
-    second = run_ranks(on_nodes, 4, weights_after, wire, range(3, 6), first)
-    for one, two in zip(whole, second, strict=True):
-        for name, weight in one[0].items():
-            assert torch.equal(weight, two[0][name]), name
-        for name, residual in one[1]["residuals"].items():
-            assert torch.equal(residual, two[1]["residuals"][name]), name
-
-
-def poisoned(rank, world):
-    """One element is not finite in step 0 on one rank; what is left of it in step 1."""
-    wrapped = FastDDP(model(), wire=hierarchical("int4"), bucket_cap_mb=0.1)
-    finite = []
-    for step in range(2):
-        wrapped.zero_grad()
-        wrapped(
-            inputs(step, rank) * (float("nan") if rank == 1 and step == 0 else 1)
-        ).square().mean().backward()
-        finite.append(bool(flat_grads(wrapped).isfinite().all()))
-    return finite
+    restart_changes_no_bit(4, lambda *args: run_ranks(on_nodes, 4, run, wire, *args))
 
 
 def test_poison_is_gone_in_the_next_step():
-    assert run_ranks(on_nodes, 4, poisoned) == [[False, True]] * 4
+    for result in run_ranks(on_nodes, 4, poisoned, hierarchical("int4"), math.nan):
+        assert result == [(False, False), (True, True), (True, True), (True, True)]
 
 
 def averages_of(rank, world, wire):

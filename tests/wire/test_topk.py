@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastsync import FastDDP, TopK, Wire
+from fastsync import ChunkedTopK, FastDDP, TopK, Wire
 from fastsync._build import extension
 from tests.helpers.teams import run_ranks
 from tests.wire.test_wire import (
@@ -109,40 +109,53 @@ def test_a_bucket_is_one_piece_however_small_pieces_are():
     assert all(max(errors) < 1 for errors, _ in run_ranks(errors_of_steps, 2, policy))
 
 
-def test_error_feedback_is_on_and_lets_nothing_be_lost():
+# --- top-k of buckets and by chunks alike
+
+KINDS = {"topk": TopK, "chunked_topk": ChunkedTopK}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_feedback_is_on_and_lets_nothing_be_lost(kind):
     off = [
-        run_ranks(constant_gradients, 2, Wire(TopK(0.3), error_feedback=feedback), 12)[0]
+        run_ranks(constant_gradients, 2, Wire(KINDS[kind](0.3), error_feedback=feedback), 12)[0]
         for feedback in (False, None)
     ]
     assert off[1] < off[0] / 3
 
 
-def test_the_residuals_are_what_the_averages_lack():
-    for off, _ in run_ranks(residual_mass, 3, TopK(0.1)):
+@pytest.mark.slow("chunked_topk-two_shot")
+@pytest.mark.parametrize(
+    ("kind", "form"), [("topk", "auto"), ("chunked_topk", "auto"), ("chunked_topk", "two_shot")]
+)
+def test_the_residuals_are_what_the_averages_lack(kind, form):
+    for off, _ in run_ranks(residual_mass, 3, Wire(KINDS[kind](0.1), form)):
         assert off < 1e-4
 
 
-@pytest.mark.slow(but=("nan",))
+@pytest.mark.slow(but=("topk-nan", "chunked_topk-nan"))
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_arrives_as_such_and_is_gone_in_the_next_step(value):
-    for result in run_ranks(poisoned, 2, "topk", value):
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_arrives_as_such_and_is_gone_in_the_next_step(kind, value):
+    for result in run_ranks(poisoned, 2, KINDS[kind](), value):
         assert result == [(False, False), (True, True), (True, True), (True, True)]
 
 
-def mismatched(rank, world):
-    with pytest.raises(RuntimeError, match=r"(?s)topk\(density=0.2\).*topk\(density=0.1\)"):
-        FastDDP(model(), wire=TopK(0.1 * (rank + 1)))
+def mismatched(rank, world, kind):
+    with pytest.raises(RuntimeError, match=rf"(?s){kind}\(density=0.2\).*{kind}\(density=0.1\)"):
+        FastDDP(model(), wire=KINDS[kind](0.1 * (rank + 1)))
 
 
-def test_ranks_with_other_densities_are_told():
-    run_ranks(mismatched, 2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_with_other_densities_are_told(kind):
+    run_ranks(mismatched, 2, kind)
 
 
-@pytest.mark.slow(but=("1.01",))
+@pytest.mark.slow(but=("topk-1.01", "chunked_topk-1.01"))
 @pytest.mark.parametrize("density", [0, -0.1, 1.01, math.nan, math.inf])
-def test_density_is_checked(density):
+@pytest.mark.parametrize("kind", KINDS)
+def test_density_is_checked(kind, density):
     with pytest.raises(ValueError, match="density must be above 0 and at most 1"):
-        TopK(density)
+        KINDS[kind](density)
 
 
 def test_other_forms_and_too_large_buckets_are_refused():
