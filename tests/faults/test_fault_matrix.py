@@ -104,15 +104,6 @@ def test_named_tests_exist(name):
     assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_the_lists_of_jobs_are_those_that_tests_take():
-    taken = set()
-    for name, function in vars(test_faults).items():
-        for mark in getattr(function, "pytestmark", ()) if name.startswith("test_") else ():
-            if mark.name == "parametrize" and mark.args[0] == "job":
-                taken.update(mark.args[1])
-    assert taken == set(test_faults.JOBS)
-
-
 def test_faults_that_end_a_rank_are_drawn_with_every_way_and_number_of_ranks():
     drawn = [Schedule.draw(number) for number in range(DRAWN)]
     assert set(itertools.product(ENDS, WAYS, WORLDS)) <= {

@@ -71,6 +71,7 @@ LEAVES = [
     ("skip", "forward", "fp32", 3),
     ("skip", "forward", "zero1", 4),
 ]
+# Named at the next forward, which tells a rank that some of its gradients have been sent.
 HALF_SKIPS = [("skip", "backward", "int8", 2), ("skip", "backward", "zero2", 3)]
 STALLS = [
     ("stop", "backward", "fp32", 3),
@@ -125,6 +126,7 @@ THAWS = [
     ("thaw", "vote", "zero1", 4),
     ("thaw", "vote", "zero2", 3),
 ]
+# By the rank that needs it, and the others repeat it. A training in between needs none.
 NO_STORE = [
     ("store", "wrap", "fp32", 3),
     ("store", "wrap", "zero1", 2),
@@ -164,78 +166,15 @@ def endings(tmp_path_factory, request):
     but=(
         "kill-backward-fp32-3",
         "exit-fetch-zero2-2",
+        "raise-forward-fp32-3",
+        "fewer-loop-fp32-3",
+        "sleep-backward-int8-3",
+        "settings-wrap-fp32-2",
+        "kill-backward-zero3-3",
     )
 )
-@pytest.mark.parametrize("job", DEATHS, ids=name_of)
-def test_a_death_is_named_on_every_other_rank(endings, job):
-    check(job, endings[job])
-
-
-@pytest.mark.slow(but=("raise-forward-fp32-3",))
-@pytest.mark.parametrize("job", RAISES, ids=name_of)
-def test_the_others_say_why_a_rank_has_left(endings, job):
-    check(job, endings[job])
-
-
-@pytest.mark.slow(but=("fewer-loop-fp32-3",))
-@pytest.mark.parametrize("job", LEAVES, ids=name_of)
-def test_a_rank_that_makes_fewer_steps_is_named(endings, job):
-    check(job, endings[job])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", HALF_SKIPS, ids=name_of)
-def test_a_rank_that_skips_the_rest_of_a_backward_is_named(endings, job):
-    """At its next forward, which tells it that some of its gradients have been sent."""
-    check(job, endings[job])
-
-
-@pytest.mark.slow(but=("sleep-backward-int8-3",))
-@pytest.mark.parametrize("job", STALLS, ids=name_of)
-def test_a_rank_that_stalls_is_named_before_and_at_the_timeout(endings, job):
-    check(job, endings[job])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", ABSENCES, ids=name_of)
-def test_a_rank_that_does_not_begin_to_wrap_the_model_is_named(endings, job):
-    check(job, endings[job])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", MEETINGS, ids=name_of)
-def test_a_rank_that_does_not_come_to_a_meeting_is_named(endings, job):
-    check(job, endings[job])
-
-
-@pytest.mark.slow(but=("settings-wrap-fp32-2",))
-@pytest.mark.parametrize("job", ALIKE, ids=name_of)
-def test_what_all_ranks_can_know_is_the_same_error_on_all(endings, job):
-    check(job, endings[job])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", THAWS, ids=name_of)
-def test_a_rank_that_trains_others_than_the_rest_is_named(endings, job):
-    check(job, endings[job])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", NO_STORE, ids=name_of)
-def test_a_store_that_has_gone_is_named_where_it_is_needed(endings, job):
-    """By the rank that needs it, and the others repeat it. A training in between needs none."""
-    check(job, endings[job])
-
-
-@pytest.mark.slow(but=("kill-backward-zero3-3",))
-@pytest.mark.parametrize("job", UNITS, ids=name_of)
-def test_faults_name_the_unit_that_is_waited_for(endings, job):
-    check(job, endings[job])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", BLIND, ids=name_of)
-def test_errors_of_the_backend_name_the_unit_too(endings, job):
+@pytest.mark.parametrize("job", JOBS, ids=name_of)
+def test_every_other_rank_says_what_has_happened_where(endings, job):
     check(job, endings[job])
 
 

@@ -149,19 +149,6 @@ def test_many_gathers_without_a_backward():
     assert all(torch.equal(seen, wanted) for seen in ours)
 
 
-def dies(rank, world, folder):
-    model = by_units()
-    for step in range(5):
-        loss = loss_of(model, words(rank, step))
-        if rank == 1 and step == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            Path(folder, str(rank)).write_text(str(error))
-            return
-
-
 def gathers_again(rank, world, way, folder):
     """Tries to gather a unit three times after another rank has died."""
     os.environ["FASTSYNC_SHM"] = {"memory": "1", "group": "0"}[way]
@@ -184,11 +171,3 @@ def test_memory_that_nobody_has_filled_is_not_taken_for_parameters(way, tmp_path
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
         run_ranks(gathers_again, 2, way, str(tmp_path), grace=10.0)
     assert (tmp_path / "0").read_text() == "error, error, error"
-
-
-@pytest.mark.slow
-def test_a_killed_rank_is_named(tmp_path):
-    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
-        run_ranks(dies, 2, str(tmp_path), grace=5.0)
-    text = (tmp_path / "0").read_text()
-    assert "rank 1 ended while rank 0 waited for it to send a message" in text

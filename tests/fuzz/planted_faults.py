@@ -1052,7 +1052,7 @@ FAULTS = [
         'const std::string rank = concat("rank ", event.about);',
         'const std::string rank = concat("rank ", event.about + 1);',
         "tests/faults/test_faults.py"
-        "::test_a_death_is_named_on_every_other_rank[kill-backward-fp32-3]",
+        "::test_every_other_rank_says_what_has_happened_where[kill-backward-fp32-3]",
     ),
     Fault(
         "missing-unscale-of-large-gradients",
