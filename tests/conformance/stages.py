@@ -35,6 +35,17 @@ STAGES = {
     "fully_shard": lambda net, **_: sharded_by_layer(net),
 }
 SHARDED_PARAMETERS = ("zero3", "fully_shard")
+# The parameters in other units than those of each layer.
+LAYOUTS = {
+    # The root has all parameters, and keeps them between forward and backward.
+    "one unit": lambda net, **_: fastsync.fully_shard(net),
+    "one unit that stays": lambda net, **_: fastsync.fully_shard(net, reshard_after_forward=False),
+    "one unit that goes": lambda net, **_: fastsync.fully_shard(net, reshard_after_forward=True),
+    # Units below a root that has parameters of its own.
+    "units of FastDDP": lambda net, **_: fastsync.FastDDP(
+        net, zero=fastsync.Zero(3, units=[nn.Linear])
+    ),
+}
 _DDP_OPTIONS = inspect.signature(DistributedDataParallel).parameters
 
 
@@ -92,16 +103,18 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
-def check(script, stage, error=None, world=2, timeout=40.0):
+def check(script, stage, *args, error=None, world=2, timeout=40.0):
     """Assert that `script` has DDP's result under `stage`, or raises `error` on every rank.
 
     Args:
-        script: `script(wrap, rank)`, see the module's docstring.
-        stage: a name in `STAGES`.
+        script: `script(wrap, rank, *args)`, see the module's docstring.
+        stage: a name in `STAGES` or `LAYOUTS`.
         error: a regular expression that the text of the error on every rank matches; None where
             the result has to be DDP's.
     """
-    for rank, outcome in enumerate(run_ranks(_outcome, world, script, stage, timeout=timeout)):
+    for rank, outcome in enumerate(
+        run_ranks(_outcome, world, script, stage, args, timeout=timeout)
+    ):
         expected, got, raised = outcome
         if error is not None:
             assert raised is not None, f"rank {rank}: no error, differs in {_apart(expected, got)}"
@@ -111,10 +124,10 @@ def check(script, stage, error=None, world=2, timeout=40.0):
         assert not (apart := _apart(expected, got)), f"rank {rank}: {apart} differ from DDP's"
 
 
-def _outcome(rank, world, script, stage):
-    expected = script(_ddp, rank)
+def _outcome(rank, world, script, stage, args):
+    expected = script(_ddp, rank, *args)
     try:
-        return expected, script(STAGES[stage], rank), None
+        return expected, script({**STAGES, **LAYOUTS}[stage], rank, *args), None
     except Exception as error:
         return expected, None, f"{type(error).__name__}: {error}"
 
@@ -134,3 +147,9 @@ def _apart(expected, got):
         for name, value in expected.items()
         if not torch.allclose(value, got[name], rtol=1e-5, atol=1e-6, equal_nan=True)
     ]
+
+
+def not_under_ddp(wrap, rank, script):
+    """Run the script under the stage alone: DDP's ranks diverge in it."""
+    probe = wrap(nn.Linear(1, 1))
+    return {} if type(probe) is DistributedDataParallel else script(wrap, rank)

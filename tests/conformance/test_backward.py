@@ -135,27 +135,17 @@ def announces(wrap, rank, name, options):
     return train(wrap, rank, ANNOUNCED[name], **options)
 
 
-class Call:
-    """A script with arguments, which travels to other processes."""
-
-    def __init__(self, script, *args):
-        self.script, self.args = script, args
-
-    def __call__(self, wrap, rank):
-        return self.script(wrap, rank, *self.args)
-
-
 @pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", ANNOUNCING)
 @pytest.mark.parametrize("name", ANNOUNCED)
 def test_a_backward_is_announced(name, stage):
-    check(Call(announces, name, {}), stage)
+    check(announces, stage, name, {})
 
 
 @pytest.mark.slow(but=("zero1-small", "zero2"))
 @pytest.mark.parametrize("stage", REDUCING)
 def test_a_backward_is_announced_without_shared_memory(stage):
-    check(Call(announces, "two_local_forwards", {"shared_memory": False}), stage)
+    check(announces, stage, "two_local_forwards", {"shared_memory": False})
 
 
 class Adversaries(nn.Module):
@@ -251,17 +241,17 @@ def manual(wrap, rank, step_name, options):
 @pytest.mark.parametrize("stage", ANNOUNCING)
 @pytest.mark.parametrize("options", [{}, {"shared_memory": False}], ids=["memory", "network"])
 def test_a_training_step_within_forward_freezes_in_turn(options, stage):
-    check(Call(adversaries, options), stage)
+    check(adversaries, stage, options)
 
 
 @pytest.mark.parametrize("stage", ANNOUNCING)
 def test_a_training_step_within_forward_has_several_backwards(stage):
-    check(Call(manual, "several_losses", {}), stage)
+    check(manual, stage, "several_losses", {})
 
 
 @pytest.mark.parametrize("stage", ANNOUNCING)
 def test_a_training_step_within_forward_of_a_static_graph(stage):
-    check(Call(manual, "one_loss", {"static_graph": True}), stage)
+    check(manual, stage, "one_loss", {"static_graph": True})
 
 
 def coded_adversaries(rank, world, wire, stage):
@@ -328,14 +318,14 @@ def checkpointed(wrap, rank, name, make, options, accumulates=False):
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_the_wrapper_is_checkpointed(name, static, stage):
-    check(Call(checkpointed, name, Normed, {"static_graph": static}), stage)
+    check(checkpointed, stage, name, Normed, {"static_graph": static})
 
 
 @pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", REDUCING)
 @pytest.mark.parametrize("name", ["whole_wrapper", "wrapper_and_loss"])
 def test_the_wrapper_is_checkpointed_and_accumulates(name, stage):
-    check(Call(checkpointed, name, Normed, {}, True), stage)
+    check(checkpointed, stage, name, Normed, {}, True)
 
 
 def differentiates_within(rank, world, stage):

@@ -3,7 +3,6 @@
 import copy
 import io
 import tempfile
-from functools import partial
 
 import pytest
 import torch
@@ -58,7 +57,7 @@ def to_the_cpu(state):
 COPIES = {"torch.save": by_file, "deepcopy": copy.deepcopy, "cpu": to_the_cpu}
 
 
-def goes_back(copied, wrap, rank):
+def goes_back(wrap, rank, copied):
     """Train, copy the state, train on, go back, and train again."""
     model, optimizer = made(wrap)
     train(model, optimizer, rank, range(2))
@@ -74,10 +73,10 @@ def goes_back(copied, wrap, rank):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("copied", COPIES)
 def test_goes_back_to_a_copied_state(copied, stage):
-    check(partial(goes_back, copied), stage)
+    check(goes_back, stage, copied)
 
 
-def copies_gradients(copied, wrap, rank):
+def copies_gradients(wrap, rank, copied):
     """Replace gradients by copies of them before the step."""
     model, optimizer = made(wrap)
     for step in range(2):
@@ -95,13 +94,13 @@ def copies_gradients(copied, wrap, rank):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("copied", COPIES)
 def test_copies_gradients(copied, stage):
-    check(partial(copies_gradients, copied), stage)
+    check(copies_gradients, stage, copied)
 
 
 # --- torch.distributed.checkpoint
 
 
-def goes_back_by_dcp(way, wrap, rank):
+def goes_back_by_dcp(wrap, rank, way):
     """Go back as `goes_back` does, with the functions of torch.distributed.checkpoint."""
     model, optimizer = made(wrap)
     train(model, optimizer, rank, range(2))
@@ -128,7 +127,7 @@ def goes_back_by_dcp(way, wrap, rank):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", ["save", "async"])
 def test_goes_back_by_dcp(way, stage):
-    check(partial(goes_back_by_dcp, way), stage)
+    check(goes_back_by_dcp, stage, way)
 
 
 def goes_back_to_a_full_state(wrap, rank):
@@ -174,7 +173,7 @@ def unsharded_state(optimizer, rank):
     return by_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 
-def goes_on_from_an_unsharded_state(optimizer, assign, wrap, rank):
+def goes_on_from_an_unsharded_state(wrap, rank, optimizer, assign):
     state = unsharded_state(optimizer, rank)
     model = wrap(net(seed=1))
     stepper = OPTIMIZERS[optimizer](model.parameters())
@@ -193,13 +192,13 @@ def goes_on_from_an_unsharded_state(optimizer, assign, wrap, rank):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_goes_on_from_an_unsharded_state(optimizer, stage):
-    check(partial(goes_on_from_an_unsharded_state, optimizer, False), stage)
+    check(goes_on_from_an_unsharded_state, stage, optimizer, False)
 
 
 @pytest.mark.slow(but=("fully_shard",))
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_assigns_an_unsharded_state(stage):
-    check(partial(goes_on_from_an_unsharded_state, "adamw", True), stage)
+    check(goes_on_from_an_unsharded_state, stage, "adamw", True)
 
 
 def goes_back_to_an_unsharded_state(wrap, rank):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.conformance.stages import (
+    LAYOUTS,
     SHARDED_PARAMETERS,
     STAGES,
     batch,
@@ -12,6 +13,7 @@ from tests.conformance.stages import (
     full,
     loss_of,
     net,
+    not_under_ddp,
 )
 
 ASSIGNED = r"assigned to the \.data of parameter '.*weight'.*copy_"
@@ -110,8 +112,12 @@ def writes_between_forward_and_backward(wrap, rank):
     return full(model)
 
 
+# Of a unit that stays whole parameters are plain tensors, which copies of shards do not mix with.
+WRITTEN = [*STAGES, *(layout for layout in LAYOUTS if layout != "one unit that stays")]
+
+
 @pytest.mark.slow(turns="stage")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", WRITTEN)
 @pytest.mark.parametrize(
     "script",
     [copies_into_data, scales_data, clamps_without_gradients, swaps_in_an_average],
@@ -174,7 +180,7 @@ def test_assigns_to_data(stage, script):
 
 
 @pytest.mark.slow(turns="stage")
-@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
+@pytest.mark.parametrize("stage", [*SHARDED_PARAMETERS, *LAYOUTS])
 @pytest.mark.parametrize(
     "script", [assigns_to_data, assigns_an_average, assigns_before_the_first_step]
 )
@@ -231,17 +237,4 @@ def removes_a_parameter(wrap, rank):
 @pytest.mark.parametrize("script", [replaces_a_parameter, removes_a_parameter])
 def test_another_parameter_is_an_error(stage, script):
     """DDP goes on without it: its ranks diverge, or its forward raises."""
-    check(only_under_the_stage(script), stage, error="parameter '.*(weight|bias)' was")
-
-
-class only_under_the_stage:
-    """Does not run the script under DDP, which raises or is wrong as well."""
-
-    def __init__(self, script):
-        self.script = script
-
-    def __call__(self, wrap, rank):
-        from torch.nn.parallel import DistributedDataParallel
-
-        probe = wrap(nn.Linear(1, 1))
-        return {} if type(probe) is DistributedDataParallel else self.script(wrap, rank)
+    check(not_under_ddp, stage, script, error="parameter '.*(weight|bias)' was")

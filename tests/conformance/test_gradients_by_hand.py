@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.conformance.stages import STAGES, batch, check, full, loss_of, net
-from tests.conformance.test_outputs import Script
+from tests.conformance.stages import LAYOUTS, STAGES, batch, check, full, loss_of, net
 
 
 def inner(model):
@@ -123,21 +122,23 @@ def after_backward(wrap, rank, reset):
 
 
 @pytest.mark.slow(turns="stage")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, *LAYOUTS])
 @pytest.mark.parametrize("reset", RESETS)
 def test_between_forward_and_backward(stage, reset):
-    check(Script(between_forward_and_backward, reset), stage)
+    check(between_forward_and_backward, stage, reset)
 
 
 @pytest.mark.slow(turns="stage")
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("reset", [resets_by_hand, zeroes_the_module, scales_by_hand])
+@pytest.mark.parametrize("stage", [*STAGES, *LAYOUTS])
+@pytest.mark.parametrize(
+    "reset", [resets_by_hand, zeroes_the_module, scales_by_hand, sets_at_the_module]
+)
 def test_between_two_forwards(stage, reset):
-    check(Script(between_two_forwards, reset), stage)
+    check(between_two_forwards, stage, reset)
 
 
 @pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("reset", [resets_by_hand, resets_a_layer, scales_by_hand])
 def test_after_backward(stage, reset):
-    check(Script(after_backward, reset), stage)
+    check(after_backward, stage, reset)

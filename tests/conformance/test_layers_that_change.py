@@ -29,16 +29,6 @@ class Growing(Net):
         return self.head(torch.tanh(self.extra(self.norm(self.first(x)))))
 
 
-class Call:
-    """A script with arguments, which travels to other processes."""
-
-    def __init__(self, script, *args):
-        self.script, self.args = script, args
-
-    def __call__(self, wrap, rank):
-        return self.script(wrap, rank, *self.args)
-
-
 def adam(params):
     return torch.optim.AdamW(params, 0.01)
 
@@ -157,13 +147,13 @@ def changes(wrap, rank, change, early):
 @pytest.mark.parametrize("stage", REDUCING)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_layer_is_added(change, stage):
-    check(Call(changes, change, False), stage, error=ADDED.format(CHANGES[change]))
+    check(changes, stage, change, False, error=ADDED.format(CHANGES[change]))
 
 
 @pytest.mark.slow(but=("zero1-small", "zero2"))
 @pytest.mark.parametrize("stage", REDUCING)
 def test_a_layer_is_added_after_the_first_step(stage):
-    check(Call(changes, to_a_group, True), stage, error=ADDED.format("extra.weight"))
+    check(changes, stage, to_a_group, True, error=ADDED.format("extra.weight"))
 
 
 def old_ones_stay(module, optimizer):
@@ -177,7 +167,7 @@ def old_ones_stay(module, optimizer):
 @pytest.mark.parametrize("stage", REDUCING)
 def test_a_replaced_layer_is_in_no_optimizer(stage):
     error = r"parameter 'head.weight' and 1 more of the module is another tensor"
-    check(Call(changes, old_ones_stay, True), stage, error=error)
+    check(changes, stage, old_ones_stay, True, error=error)
 
 
 def frozen(module, optimizer):
@@ -219,7 +209,7 @@ def average(param):
 @pytest.mark.parametrize("stage", REDUCING)
 @pytest.mark.parametrize("change", [frozen, unused, beside_the_module, averaged_by_hand])
 def test_what_needs_no_synchronisation(change, stage):
-    check(Call(changes, change, False), stage)
+    check(changes, stage, change, False)
 
 
 def wrapped_by_itself(wrap, rank, nested):
@@ -243,7 +233,7 @@ def wrapped_by_itself(wrap, rank, nested):
 @pytest.mark.parametrize("stage", REDUCING)
 @pytest.mark.parametrize("nested", ["by fastsync", "by torch"])
 def test_an_added_layer_has_a_wrapper_of_its_own(nested, stage):
-    check(Call(wrapped_by_itself, nested), stage)
+    check(wrapped_by_itself, stage, nested)
 
 
 def alone(rank, world):

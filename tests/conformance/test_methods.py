@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
 from tests.conformance.stages import (
+    LAYOUTS,
     SHARDED_PARAMETERS,
     STAGES,
     Net,
@@ -16,8 +17,8 @@ from tests.conformance.stages import (
     full,
     loss_of,
     net,
+    not_under_ddp,
 )
-from tests.conformance.test_outputs import Script
 
 
 def inner(model):
@@ -135,7 +136,7 @@ def first_order_gradients_outside(wrap, rank):
 
 
 @pytest.mark.slow(turns="stage")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, *LAYOUTS])
 @pytest.mark.parametrize(
     "script",
     [
@@ -150,12 +151,12 @@ def test_graphs_within_forward(stage, script):
 
 
 @pytest.mark.slow(turns="stage")
-@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
+@pytest.mark.parametrize("stage", [*SHARDED_PARAMETERS, *LAYOUTS])
 @pytest.mark.parametrize(
     "script", [gradient_penalty, gradient_penalty_by_two_forwards, first_order_gradients_outside]
 )
 def test_gradients_of_gradients(stage, script):
-    check(Script(instead_of_ddp, script), stage)
+    check(instead_of_ddp, stage, script)
 
 
 def instead_of_ddp(wrap, rank, script):
@@ -306,13 +307,7 @@ def replaces_a_layer_past_setattr(wrap, rank):
 )
 def test_changed_layers_are_an_error(stage, script):
     error = "parameter '.*(head.weight|adapter.weight|scale)' .* not synchronised"
-    check(Script(not_under_ddp, script), stage, error=error)
-
-
-def not_under_ddp(wrap, rank, script):
-    """Run the script under the stage alone: DDP's ranks diverge in it."""
-    probe = wrap(nn.Linear(1, 1))
-    return {} if type(probe) is DistributedDataParallel else script(wrap, rank)
+    check(not_under_ddp, stage, script, error=error)
 
 
 def removes_and_freezes(wrap, rank):
@@ -328,7 +323,7 @@ def removes_and_freezes(wrap, rank):
 @pytest.mark.slow(but=("fully_shard",))
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_layers_that_are_removed_or_frozen(stage):
-    check(Script(not_under_ddp, removes_and_freezes), stage)
+    check(not_under_ddp, stage, removes_and_freezes)
 
 
 def with_another_model(wrap, rank):
@@ -388,4 +383,4 @@ def goes_on_after_a_backward_that_failed(wrap, rank):
 @pytest.mark.slow(but=("fully_shard",))
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_goes_on_after_a_backward_that_failed(stage):
-    check(Script(instead_of_ddp, goes_on_after_a_backward_that_failed), stage)
+    check(instead_of_ddp, stage, goes_on_after_a_backward_that_failed)

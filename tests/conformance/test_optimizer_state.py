@@ -39,18 +39,14 @@ def with_state(model, optimizer):
     return full(model) | state
 
 
-def changed(change, make=torch.optim.AdamW, **settings):
-    """Return a script that calls `change(params, optimizer)` between steps."""
-
-    def script(wrap, rank):
-        model = wrap(net())
-        optimizer = make(model.parameters(), **{"lr": 0.01, **settings})
-        train(model, optimizer, rank)
-        found = change(list(model.parameters()), optimizer) or {}
-        train(model, optimizer, rank, begin=2)
-        return with_state(model, optimizer) | found
-
-    return script
+def changed(wrap, rank, change, make=torch.optim.AdamW, settings=None):
+    """Call `change(params, optimizer)` between steps."""
+    model = wrap(net())
+    optimizer = make(model.parameters(), **{"lr": 0.01, **(settings or {})})
+    train(model, optimizer, rank)
+    found = change(list(model.parameters()), optimizer) or {}
+    train(model, optimizer, rank, begin=2)
+    return with_state(model, optimizer) | found
 
 
 def pop(params, optimizer):
@@ -212,16 +208,6 @@ CHANGES = [
 REPLICATED_ONLY = [assign_whole]  # DTensors do not mix with tensors
 
 
-class _Change:
-    """A script that a process can be sent."""
-
-    def __init__(self, change, make=torch.optim.AdamW, **settings):
-        self.arguments, self.settings = (change, make), settings
-
-    def __call__(self, wrap, rank):
-        return changed(*self.arguments, **self.settings)(wrap, rank)
-
-
 def is_mixed(change):
     return change in (mask_moments, copy_into)
 
@@ -231,16 +217,16 @@ def is_mixed(change):
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changes_take_effect(change, stage):
     if stage in SHARDED_PARAMETERS and is_mixed(change):
-        check(_Change(change), stage, error="mixed torch.Tensor and DTensor")
+        check(changed, stage, change, error="mixed torch.Tensor and DTensor")
     else:
-        check(_Change(change), stage)
+        check(changed, stage, change)
 
 
 @pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", REPLICATED)
 @pytest.mark.parametrize("change", REPLICATED_ONLY, ids=lambda change: change.__name__)
 def test_changes_with_whole_tensors_take_effect(change, stage):
-    check(_Change(change), stage)
+    check(changed, stage, change)
 
 
 @pytest.mark.slow(turns="stage")
@@ -248,8 +234,8 @@ def test_changes_with_whole_tensors_take_effect(change, stage):
 @pytest.mark.parametrize("make", ["SGD", "RMSprop", "Adagrad", "NAdam", "ASGD", "Rprop"])
 def test_other_optimizers_are_reset(stage, make):
     momentum = {"momentum": 0.9} if make in ("SGD", "RMSprop") else {}
-    check(_Change(pop, getattr(torch.optim, make), **momentum), stage)
-    check(_Change(assign_nothing, getattr(torch.optim, make), **momentum), stage)
+    for change in (pop, assign_nothing):
+        check(changed, stage, change, getattr(torch.optim, make), momentum)
 
 
 class Matrix(nn.Module):
@@ -381,12 +367,8 @@ def schedule_free_made_before(wrap, rank):
     return switches_to_averages(wrap, rank, early=True, made_before=True)
 
 
-class _ByElement:
-    def __init__(self, script):
-        self.script = script
-
-    def __call__(self, wrap, rank):
-        return self.script(lambda net: wrap(net, shard_by="element"), rank)
+def by_element(wrap, rank, script):
+    return script(lambda net: wrap(net, shard_by="element"), rank)
 
 
 SCHEDULE_FREE = [schedule_free, schedule_free_filled_at_once, schedule_free_made_before]
@@ -398,30 +380,27 @@ SCHEDULE_FREE = [schedule_free, schedule_free_filled_at_once, schedule_free_made
 def test_an_optimizer_that_switches_between_weights(script, stage):
     if stage == "fully_shard" and script is schedule_free_made_before:
         pytest.skip("fully_shard makes other parameters than the optimizer has")
-    check(_ByElement(script) if stage in SPREAD else script, stage)
+    if stage in SPREAD:
+        check(by_element, stage, script)
+    else:
+        check(script, stage)
 
 
-class _MadeBefore:
-    """A script whose optimizer is made, and perhaps steps, before the model is wrapped."""
-
-    def __init__(self, make, steps_before=0, **settings):
-        self.make, self.steps_before, self.settings = make, steps_before, settings
-
-    def __call__(self, wrap, rank):
-        module = net()
-        make = getattr(torch.optim, self.make)
-        optimizer = make(module.parameters(), lr=0.02, **self.settings)
-        train(module, optimizer, 0, steps=self.steps_before)
-        optimizer.zero_grad()
-        model = wrap(module)
-        train(model, optimizer, rank, steps=3)
-        return full(model)
+def made_before(wrap, rank, make, steps_before, settings):
+    """Make the optimizer, and perhaps have it step, before the model is wrapped."""
+    module = net()
+    optimizer = getattr(torch.optim, make)(module.parameters(), lr=0.02, **settings)
+    train(module, optimizer, 0, steps=steps_before)
+    optimizer.zero_grad()
+    model = wrap(module)
+    train(model, optimizer, rank, steps=3)
+    return full(model)
 
 
 MADE_BEFORE = {
-    "Adagrad": _MadeBefore("Adagrad", initial_accumulator_value=0.1),
-    "AdamW that has stepped": _MadeBefore("AdamW", 2),
-    "SGD that has stepped": _MadeBefore("SGD", 2, momentum=0.9),
+    "Adagrad": ("Adagrad", 0, {"initial_accumulator_value": 0.1}),
+    "AdamW that has stepped": ("AdamW", 2, {}),
+    "SGD that has stepped": ("SGD", 2, {"momentum": 0.9}),
 }
 
 
@@ -430,4 +409,4 @@ MADE_BEFORE = {
 @pytest.mark.parametrize("name", MADE_BEFORE)
 def test_an_optimizer_that_has_a_state_before_wrapping(name, stage):
     """fully_shard() makes other parameters, which such an optimizer does not have."""
-    check(MADE_BEFORE[name], stage)
+    check(made_before, stage, *MADE_BEFORE[name])

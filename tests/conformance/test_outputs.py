@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.conformance.stages import (
+    LAYOUTS,
     SHARDED_PARAMETERS,
     STAGES,
     Net,
@@ -239,7 +240,7 @@ def in_place_on_a_view_of_a_layer(wrap, rank):
 
 
 @pytest.mark.slow(turns="stage")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, *LAYOUTS])
 @pytest.mark.parametrize(
     "script",
     [
@@ -284,21 +285,11 @@ def returns_a_class(wrap, rank, name):
     return train(wrap, rank, wrapped_as(name), loss)
 
 
-class Script:
-    """A script with an argument that ranks can be given."""
-
-    def __init__(self, script, *args):
-        self.script, self.args = script, args
-
-    def __call__(self, wrap, rank):
-        return self.script(wrap, rank, *self.args)
-
-
 @pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", MAKERS)
 def test_returns_a_class(stage, name):
-    check(Script(returns_a_class, name), stage)
+    check(returns_a_class, stage, name)
 
 
 def keeps_the_loss_as_an_attribute(wrap, rank):
@@ -354,7 +345,7 @@ HIDDEN = [
 
 
 @pytest.mark.slow(turns="stage")
-@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
+@pytest.mark.parametrize("stage", [*SHARDED_PARAMETERS, *LAYOUTS])
 @pytest.mark.parametrize("script", HIDDEN)
 def test_hidden_from_hooks(stage, script):
     check(script, stage)
@@ -416,17 +407,17 @@ BOXES = {
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 @pytest.mark.parametrize("name", ["view", "attribute", "closure", "class"])
 def test_in_a_box(stage, name):
-    check(Script(of_a_box, name), stage)
+    check(of_a_box, stage, name)
 
 
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_an_auxiliary_loss_alone(stage):
-    check(Script(of_a_box, "auxiliary"), stage)
+    check(of_a_box, stage, "auxiliary")
 
 
 def test_an_auxiliary_loss_alone_of_a_unit_that_is_resharded():
     error = "unit 'net' .* sharded.*set_reshard_after_forward"
-    check(Script(of_a_box, "auxiliary"), "fully_shard", error=error)
+    check(of_a_box, "fully_shard", "auxiliary", error=error)
 
 
 def keeps_what_it_shards(wrap, rank):

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.conformance.stages import STAGES, batch, check, full, loss_of, net
-from tests.conformance.test_outputs import Script
+from tests.conformance.stages import LAYOUTS, STAGES, batch, check, full, loss_of, net
 
 
 def train(wrap, rank, before=None, after=None, steps=3):
@@ -78,11 +77,11 @@ def after_wrapping(wrap, rank, kind):
 
 
 @pytest.mark.slow(turns="stage")
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, *LAYOUTS])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("script", [before_wrapping, after_wrapping])
 def test_register_hook(stage, kind, script):
-    check(Script(script, kind), stage)
+    check(script, stage, kind)
 
 
 def registered_between_forward_and_backward(wrap, rank):
@@ -185,7 +184,7 @@ def scale_what_is_accumulated(model, _):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("script", [before_wrapping, after_wrapping])
 def test_post_accumulate_hooks(stage, script):
-    check(Script(script, scale_what_is_accumulated), stage)
+    check(script, stage, scale_what_is_accumulated)
 
 
 def on_top_of_averages(wrap, rank):
