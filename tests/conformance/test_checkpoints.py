@@ -22,6 +22,7 @@ from tests.conformance.stages import (
     full,
     loss_of,
     net,
+    train,
 )
 from tests.helpers.teams import run_ranks
 
@@ -29,13 +30,6 @@ from tests.helpers.teams import run_ranks
 def made(wrap, seed=0):
     model = wrap(net(seed=seed))
     return model, torch.optim.AdamW(model.parameters(), 0.01)
-
-
-def train(model, optimizer, rank, steps):
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model(batch(rank, step))).backward()
-        optimizer.step()
 
 
 # --- copies of a state dict

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import fastsync
@@ -232,31 +231,6 @@ def test_a_method_that_calls_units():
     check(calls_a_method, "fully_shard")
 
 
-def joins(wrap, rank):
-    model = wrap(net())
-    if type(model) is DistributedDataParallel:
-        return {}
-    with Join([model]):
-        loss_of(model(batch(rank, 0))).backward()
-    return {}
-
-
-def joins_by_method(wrap, rank):
-    model = wrap(net())
-    if type(model) is DistributedDataParallel:
-        return {}
-    with model.join():
-        loss_of(model(batch(rank, 0))).backward()
-    return {}
-
-
-@pytest.mark.slow(turns="stage")
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("script", [joins, joins_by_method])
-def test_join_is_refused(stage, script):
-    check(script, stage, error=r"(Join|join).*use zero=0|use zero=0 with join")
-
-
 def replaces_a_layer(wrap, rank):
     """The optimizer is made anew, as after a change of the head for fine-tuning."""
     model = wrap(net())
@@ -324,25 +298,6 @@ def removes_and_freezes(wrap, rank):
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_layers_that_are_removed_or_frozen(stage):
     check(not_under_ddp, stage, removes_and_freezes)
-
-
-def with_another_model(wrap, rank):
-    """One optimizer steps on a wrapped model and on one that is not."""
-    torch.manual_seed(3)
-    other = nn.Linear(3, 3)
-    model = wrap(net())
-    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(other(model(batch(rank, step)))).backward()
-        optimizer.step()
-    return full(model)
-
-
-@pytest.mark.slow(but=("fully_shard",))
-@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
-def test_an_optimizer_of_two_models(stage):
-    check(with_another_model, stage)
 
 
 class Fails(torch.autograd.Function):

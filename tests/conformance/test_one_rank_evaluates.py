@@ -17,15 +17,9 @@ from tests.conformance.stages import (
     full,
     loss_of,
     net,
+    train,
 )
 from tests.helpers.teams import run_ranks
-
-
-def train(model, optimizer, rank, steps):
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model(batch(rank, step))).backward()
-        optimizer.step()
 
 
 def evaluate(model):

@@ -8,14 +8,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from tests.conformance.stages import STAGES, batch, check, full, loss_of, net, whole
-
-
-def train(model, optimizer, rank, steps=3):
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model(batch(rank, step))).backward()
-        optimizer.step()
+from tests.conformance.stages import STAGES, batch, check, full, loss_of, net, train, whole
 
 
 def averages(model):
@@ -166,7 +159,7 @@ def drops_gradients_in_a_pre_hook(wrap, rank):
                 p.grad = None
 
     optimizer.register_step_pre_hook(drop)
-    train(model, optimizer, rank, steps=4)
+    train(model, optimizer, rank, range(4))
     return full(model)
 
 
@@ -228,7 +221,7 @@ def registers_hooks_between_steps(wrap, rank):
     model = wrap(net())
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     ema, update = averages(model)
-    train(model, optimizer, rank, steps=1)
+    train(model, optimizer, rank, range(1))
     handle = optimizer.register_step_post_hook(update)
 
     def double(*_):
@@ -236,9 +229,9 @@ def registers_hooks_between_steps(wrap, rank):
             p.grad.mul_(2)
 
     optimizer.register_step_pre_hook(double)
-    train(model, optimizer, rank, steps=2)
+    train(model, optimizer, rank, range(2))
     handle.remove()
-    train(model, optimizer, rank, steps=1)
+    train(model, optimizer, rank, range(1))
     return with_averages(model, ema)
 
 
@@ -363,11 +356,11 @@ def derived(wrap, rank, hooked):
     torch.optim.AdamW([torch.zeros(1)])  # from when on torch calls hooks in its step
     model = wrap(net(), shard_by="element")
     optimizer = _Derived(model.parameters(), 0.05)
-    train(model, optimizer, rank, steps=1)
+    train(model, optimizer, rank, range(1))
     ema, update = averages(model)
     if hooked:
         optimizer.register_step_post_hook(update)
-    train(model, optimizer, rank, steps=2)
+    train(model, optimizer, rank, range(2))
     return with_averages(model, ema)
 
 

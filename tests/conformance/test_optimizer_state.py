@@ -14,18 +14,12 @@ from tests.conformance.stages import (
     full,
     loss_of,
     net,
+    train,
     whole,
 )
 
 REPLICATED = [stage for stage in STAGES if stage not in SHARDED_PARAMETERS]
 SPREAD = ["zero1", "zero1-small", "zero2"]
-
-
-def train(model, optimizer, rank, steps=2, begin=0):
-    for step in range(begin, begin + steps):
-        optimizer.zero_grad()
-        loss_of(model(batch(rank, step))).backward()
-        optimizer.step()
 
 
 def with_state(model, optimizer):
@@ -43,9 +37,9 @@ def changed(wrap, rank, change, make=torch.optim.AdamW, settings=None):
     """Call `change(params, optimizer)` between steps."""
     model = wrap(net())
     optimizer = make(model.parameters(), **{"lr": 0.01, **(settings or {})})
-    train(model, optimizer, rank)
+    train(model, optimizer, rank, range(2))
     found = change(list(model.parameters()), optimizer) or {}
-    train(model, optimizer, rank, begin=2)
+    train(model, optimizer, rank, range(2, 4))
     return with_state(model, optimizer) | found
 
 
@@ -252,7 +246,7 @@ class Matrix(nn.Module):
 def looks_at_rows(wrap, rank):
     model = wrap(net(Matrix))
     optimizer = torch.optim.Adafactor(model.parameters(), 0.01)
-    train(model, optimizer, rank)
+    train(model, optimizer, rank, range(2))
     found = {}
     for i, state in enumerate(optimizer.state.values()):
         for name, value in state.items():
@@ -260,7 +254,7 @@ def looks_at_rows(wrap, rank):
             if name == "row_var":
                 value.mul_(2)
     optimizer.state.pop(next(iter(model.parameters())))
-    train(model, optimizer, rank, begin=2)
+    train(model, optimizer, rank, range(2, 4))
     return with_state(model, optimizer) | found
 
 
@@ -273,7 +267,7 @@ def test_state_of_whole_matrices(stage):
 def views(wrap, rank):
     model = wrap(net())
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    train(model, optimizer, rank)
+    train(model, optimizer, rank, range(2))
     for state in optimizer.state.values():
         state["exp_avg"][0].zero_()
     return full(model)
@@ -282,7 +276,7 @@ def views(wrap, rank):
 def copies(wrap, rank):
     model = wrap(net())
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    train(model, optimizer, rank)
+    train(model, optimizer, rank, range(2))
     copy.deepcopy(optimizer)
     return full(model)
 
@@ -390,10 +384,10 @@ def made_before(wrap, rank, make, steps_before, settings):
     """Make the optimizer, and perhaps have it step, before the model is wrapped."""
     module = net()
     optimizer = getattr(torch.optim, make)(module.parameters(), lr=0.02, **settings)
-    train(module, optimizer, 0, steps=steps_before)
+    train(module, optimizer, 0, range(steps_before))
     optimizer.zero_grad()
     model = wrap(module)
-    train(model, optimizer, rank, steps=3)
+    train(model, optimizer, rank, range(3))
     return full(model)
 
 

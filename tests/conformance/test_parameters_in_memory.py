@@ -5,17 +5,10 @@ import torch
 from torch import nn
 
 from fastsync import FastDDP
-from tests.conformance.stages import STAGES, batch, check, full, loss_of, net
+from tests.conformance.stages import STAGES, batch, check, full, loss_of, net, train
 from tests.helpers.teams import run_ranks
 
 REPLICATED = ["zero0", "zero1", "zero1-small", "zero2"]
-
-
-def train(model, optimizer, rank, steps=3):
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model(batch(rank, step))).backward()
-        optimizer.step()
 
 
 class Quantised(nn.Module):
@@ -292,7 +285,7 @@ def assigns_data(wrap, rank):
     params = list(model.parameters())
     results = {}
     for step in range(5):
-        train(model, optimizer, rank, steps=1)
+        train(model, optimizer, rank, range(1))
         if step in (1, 3):
             kept = [p.data for p in params]
             for p in params[:: step or 1]:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from fastsync import integrations, replacing
 from fastsync.testing import run_ranks
-from tests.conformance.stages import batch, check, full, loss_of, net
+from tests.conformance.stages import batch, check, full, loss_of, net, train
 from tests.helpers.scripts import ROOT, environment
 
 
@@ -21,10 +21,7 @@ def trained(make, rank):
     """Return weights after three steps, and the elements of the first weight that a rank holds."""
     model = make(net())
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model(batch(rank, step))).backward()
-        optimizer.step()
+    train(model, optimizer, rank, range(3))
     weight = next(model.parameters())
     held = (weight.to_local() if hasattr(weight, "to_local") else weight).numel()
     return model, held
@@ -136,10 +133,7 @@ def wraps_later(make, steps, wrap, rank):
         optimizer.step()
     optimizer.zero_grad()
     model = wrap(module)
-    for step in range(2, 5):
-        optimizer.zero_grad()
-        loss_of(model(batch(rank, step))).backward()
-        optimizer.step()
+    train(model, optimizer, rank, range(2, 5))
     return full(model)
 
 

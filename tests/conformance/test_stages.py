@@ -3,16 +3,13 @@
 import pytest
 import torch
 
-from tests.conformance.stages import STAGES, batch, check, full, loss_of, net
+from tests.conformance.stages import STAGES, batch, check, full, loss_of, net, train
 
 
 def trains(wrap, rank):
     model = wrap(net())
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss_of(model(batch(rank, step))).backward()
-        optimizer.step()
+    train(model, optimizer, rank, range(4))
     return full(model)
 
 

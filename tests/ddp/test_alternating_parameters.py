@@ -1,6 +1,5 @@
 """Two sets of parameters of one wrapper, trained in turn, as two optimizers of a GAN train them."""
 
-import os
 import warnings
 
 import pytest
@@ -108,29 +107,6 @@ def alone(rank, world):
 
 def test_a_rank_that_trains_less_than_the_others():
     assert run_ranks(alone, 3) == [(True, STEPS)] * 3
-
-
-def thaw_alone(rank, world):
-    os.environ["FASTSYNC_AGREE_TIMEOUT"] = "2"
-    model = FastDDP(Gan())
-    toggle(model.module, "critic")
-    noise = torch.randn(4, 6)
-    for _ in range(2):
-        model(noise).sum().backward()
-    if rank == 0:
-        return ""
-    toggle(model.module, "generator")
-    try:
-        model(noise).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.slow
-def test_a_rank_that_changes_its_set_alone_is_told():
-    text = run_ranks(thaw_alone, 2)[1]
-    assert "ranks [0] did not come" in text
 
 
 def replace(rank, world, how, options):

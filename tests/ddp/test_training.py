@@ -1,40 +1,22 @@
 """Training scripts beyond the plain step, against torch's DDP."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fastsync import FastDDP
 from tests.helpers.models import batch, build, differences, grads, loss_of, state, wrap
 from tests.helpers.teams import run_ranks
 
 SMALL = {"bucket_cap_mb": 0.002}
-
-
-def accumulated(kind, rank):
-    """Three micro-batches to a step, synchronised with the last."""
-    model = wrap(kind, build("transformer"), **SMALL)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(9):
-        last = step % 3 == 2
-        with contextlib.nullcontext() if last else model.no_sync():
-            (loss_of(model(batch("transformer", 10 * step + rank))) / 3).backward()
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-    return state(model)
 
 
 def scaled(kind, rank):
@@ -70,15 +52,6 @@ class Penalty(nn.Module):
         y = self.body(x).sum()
         (slope,) = torch.autograd.grad(y, x, create_graph=True)
         return y + slope.square().sum()
-
-
-def twice_differentiated(kind, rank):
-    model = wrap(kind, Penalty(), **SMALL)
-    for step in range(4):
-        model.zero_grad()
-        torch.manual_seed(10 * step + rank)
-        model(torch.randn(3, 6)).backward()
-    return grads(model)
 
 
 def graph_kept(kind, rank):
@@ -120,25 +93,10 @@ def shared_and_conditional(kind, rank):
     return state(model)
 
 
-def joined(kind, rank):
-    """Uneven inputs, joined together with an optimizer that has collectives of its own."""
-    model = wrap(kind, build("many"), **SMALL)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
-    with Join([model, optimizer], divide_by_initial_world_size=False):
-        for step in range(3 + 2 * rank):
-            optimizer.zero_grad()
-            loss_of(model(batch("many", 10 * step + rank))).backward()
-            optimizer.step()
-    return state(model)
-
-
 SCRIPTS = [
-    accumulated,
     scaled,
-    twice_differentiated,
     graph_kept,
     shared_and_conditional,
-    joined,
 ]
 
 
