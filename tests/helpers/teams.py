@@ -1,7 +1,8 @@
 """Ranks that the tests of a file share: `run_ranks` without new processes for each call.
 
 Not for functions that replace attributes of modules, register wire formats or module hooks, count
-what a process says once, measure its memory, or end it.
+what a process says once, measure its memory, make device meshes of other shapes than those before
+them, or end it.
 """
 
 from fastsync.testing import ranks

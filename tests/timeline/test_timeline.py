@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from fastsync import DiLoCo, FastDDP, LocalSGD, RankMismatchError, TimelinePolicy, timeline
-from fastsync.testing import run_ranks
 from fastsync.timeline.data import by_step, find_slow_ranks, load
 from fastsync.timeline.page import html_page
 from fastsync.timeline.views import perfetto_trace, summarise, summary_text
+from tests.helpers.teams import run_ranks
 from tests.timeline.recordings import made_up_run
 
 ROOT = Path(__file__).parents[2]

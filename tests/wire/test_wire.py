@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fastsync import FastDDP, Wire, register_codec
-from fastsync.testing import run_ranks
 from fastsync.wire.formats import FORMATS, make_codec, wire_formats
 from tests.helpers.models import many
+from tests.helpers.teams import run_ranks
 from tests.wire.reference_codes import GatheredHalves, Halves
 
 # Of the norm of random gradients: what a format keeps, at two roundings.
