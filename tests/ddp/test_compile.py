@@ -80,7 +80,7 @@ def test_more_training_equals_eager_ddp(build, when, backend, options):
 
 def watched(events):
     """A backend whose backward graphs report when they run."""
-    from torch._dynamo.backends.common import aot_autograd  # takes over a second
+    from torch._dynamo.backends.common import aot_autograd  # more than a second
 
     def backward(graph, inputs):
         def run(*args):

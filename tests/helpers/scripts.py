@@ -64,7 +64,7 @@ class Forked:
 
     @property
     def output(self):
-        """What it has printed by now."""
+        """Return what it has printed by now."""
         return self._output.read_text() if self._output.exists() else ""
 
     @property
@@ -83,7 +83,8 @@ def _become(module, arguments, output, variables, first):
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(variables)
-    for call, *given in [first] if first else []:
+    if first:
+        call, *given = first
         call(*given)
     sys.argv = [module, *arguments]
     code = 0
