@@ -43,9 +43,11 @@ def change_layers(wrapped):
     rng, tree = wrapped.rng, wrapped.tree
     optimizer = wrapped.optimizer if wrapped.drawn.zero else make_optimizer(tree.parameters())
     usual = wrapped.fixed_use if wrapped.drawn.fixed else wrapped.order
+    if not usual:  # no backward, then
+        return
     loss_of(wrapped.model(wrapped.input(), usual)).backward()  # without a gradient, none is told of
     # A static graph has its own error for a gradient that does not come.
-    replaces = usual and not wrapped.drawn.fixed and rng.random() < 0.5
+    replaces = not wrapped.drawn.fixed and rng.random() < 0.5
     old = tree.weights[rng.choice(usual)] if replaces else None
     new = tree.grow() if old is None else tree.replace(old)
     used = [i for i, weight in enumerate(tree.weights) if weight is new or i in usual]
