@@ -118,9 +118,10 @@ void announce_arrivals(const std::shared_ptr<engine::ShardedGradients>& unit,
   const std::weak_ptr<engine::ShardedGradients> weak = unit;
   for (size_t i = 0; i < params.size(); ++i) {
     if (!params[i].requires_grad()) continue;
-    auto announce = [weak, i, param = params[i]](const at::Tensor& grad) {
+    auto announce = [weak, i, param = params[i]](const at::Tensor& grad, bool ours) {
       const auto self = weak.lock();
-      if (self && self->proxies[i].is_same(param.grad())) self->arrivals.announce(i, grad);
+      if (!self || !self->proxies[i].is_same(param.grad())) return;
+      self->arrivals.announce(i, ours ? grad : at::Tensor());
     };
     unit->hooks.push_back(engine::before_accumulation(params[i], std::move(announce)));
   }

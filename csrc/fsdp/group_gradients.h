@@ -27,7 +27,7 @@ class UnitGradients {
 
   // Watches the gradients of `whole` as long as the returned object lives.
   WatchedGradient watch(const at::Tensor& whole) const {
-    return {before_accumulation(whole, [state = state_](const at::Tensor& /*grad*/) {
+    return {before_accumulation(whole, [state = state_](const at::Tensor& /*grad*/, bool /*ours*/) {
       if (!state->announced) state->unannounced();
     })};
   }

@@ -190,10 +190,12 @@ bool on_backward(const at::Tensor& output, uint64_t first_node, std::function<vo
   return true;
 }
 
-std::shared_ptr<void> before_accumulation(const at::Tensor& tensor,
-                                          std::function<void(const at::Tensor&)> fn) {
+std::shared_ptr<void> before_accumulation(const at::Tensor& tensor, BeforeAccumulation fn) {
   auto node = torch::autograd::impl::grad_accumulator(tensor);
-  auto hook = [fn = std::move(fn)](const variable_list& grads) { fn(grads.at(0)); };
+  auto hook = [fn = std::move(fn)](const variable_list& grads) {
+    const at::Tensor& grad = grads.at(0);
+    fn(grad, grad.defined() && torch::autograd::impl::is_tensor_stealable(grad));
+  };
   node->add_pre_hook(std::make_unique<PreHook>(std::move(hook)));
   return std::make_shared<decltype(node)>(std::move(node));
 }

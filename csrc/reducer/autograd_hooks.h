@@ -56,10 +56,13 @@ uint64_t next_node();
 // one. Returns whether there is such a node.
 bool on_backward(const at::Tensor& output, uint64_t first_node, std::function<void()> fn);
 
-// Calls `fn` with a gradient, perhaps undefined, before a backward accumulates it into the leaf
-// `tensor`, as long as the returned object lives.
-std::shared_ptr<void> before_accumulation(const at::Tensor& tensor,
-                                          std::function<void(const at::Tensor&)> fn);
+// A gradient, perhaps undefined, that a backward is about to accumulate. `ours`: nobody else refers
+// to it, so that autograd, too, would keep it without a copy.
+using BeforeAccumulation = std::function<void(const at::Tensor& grad, bool ours)>;
+
+// Calls `fn` before a backward accumulates into the leaf `tensor`, as long as the returned object
+// lives.
+std::shared_ptr<void> before_accumulation(const at::Tensor& tensor, BeforeAccumulation fn);
 
 // The number that autograd has given the running backward; each has its own, an inner one of
 // reentrant checkpointing too.

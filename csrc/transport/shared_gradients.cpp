@@ -1,7 +1,5 @@
 #include "shared_gradients.h"
 
-#include <torch/csrc/autograd/variable.h>
-
 #include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
@@ -87,8 +85,7 @@ std::optional<double> SquareSums::of(const at::Tensor& shard, size_t member) con
 void Arrivals::announce(size_t member, const at::Tensor& grad) {
   std::optional<Weak>& announced = announced_.at(member);
   announced.reset();
-  const bool ours = grad.defined() && torch::autograd::impl::is_tensor_stealable(grad);
-  if (ours) announced.emplace(grad.getIntrusivePtr());
+  if (grad.defined()) announced.emplace(grad.getIntrusivePtr());
 }
 
 bool Arrivals::hand_over(size_t member, const at::Tensor& grad) {

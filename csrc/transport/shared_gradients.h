@@ -49,9 +49,10 @@ class Arrivals {
  public:
   explicit Arrivals(size_t members) : announced_(members) {}
 
-  // Autograd is about to add `grad` to a member's proxy.
+  // Autograd is about to add a gradient to a member's proxy: `grad`, if nobody else has it;
+  // undefined otherwise.
   void announce(size_t member, const at::Tensor& grad);
-  // Whether `grad` is that gradient, and nobody else has it. True once.
+  // Whether `grad` is that gradient. True once.
   bool hand_over(size_t member, const at::Tensor& grad);
 
  private:

@@ -210,7 +210,7 @@ def _apart(engine: Engine) -> Apart | None:
                 by_count.setdefault(count, set()).add(id(param.tensor))
         parts += [(ids, count) for count, ids in sorted(by_count.items())]
     place = make_rendezvous(engine.group, "norm over groups", Env.read().agree_timeout)
-    return Apart(Exchange(engine.group, place, None, engine.params[0].tensor.device), parts)
+    return Apart(Exchange(engine.group, place, None, engine.params), parts)
 
 
 def in_lockstep(model: weakref.ref[Any]) -> bool:

@@ -7,6 +7,7 @@ others through the rendezvous store.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from fastsync.faults.rendezvous import Rendezvous
 from fastsync.reducer import core
 from fastsync.reducer.monitor import watched
+from fastsync.reducer.unused_parameters import NamedParam
 
 __all__ = ["Exchange"]
 
@@ -32,7 +34,8 @@ class Exchange:
         group: the ranks.
         place: where they meet before they exchange anything.
         words: where they meet instead, if they share memory.
-        device: of the gradients.
+        params: those of the wrapped module, on one device. What a rank asks for names its
+            parameter, so that ranks that ask for different ones of the same shape are told.
     """
 
     def __init__(
@@ -40,9 +43,15 @@ class Exchange:
         group: dist.ProcessGroup,
         place: Rendezvous,
         words: core.SharedStatements | None,
-        device: torch.device,
+        params: Sequence[NamedParam],
     ) -> None:
-        self.group, self._place, self._words, self._device = group, place, words, device
+        self.group, self._place, self._words = group, place, words
+        self._device = params[0].tensor.device
+        self._names = {id(param.tensor): param.name for param in params}
+
+    def name_of(self, param: torch.Tensor) -> str:
+        """Return the name of a parameter of the wrapped module."""
+        return self._names[id(param)]
 
     def meet(self, wish: str) -> None:
         """Wait until every rank wants to exchange the same.

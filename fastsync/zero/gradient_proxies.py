@@ -286,11 +286,12 @@ class GradientShards:
         Bytes are summed, of which only their owner's are not zero, so they arrive as they are.
         """
         param = self.params[share.index]
-        self.sharers.exchange.meet(f"the gradient of a parameter of {tuple(param.shape)}")
+        exchange = self.sharers.exchange
+        exchange.meet(f"the gradient of '{exchange.name_of(param)}'")
         whole = torch.zeros_like(param)  # in the same order in memory
         flat = whole.as_strided((whole.numel(),), (1,))
         flat[share.begin : share.begin + share.piece.numel()] = share.piece
-        self.sharers.exchange.reduce(flat.view(torch.uint8), "the gathering of a gradient")
+        exchange.reduce(flat.view(torch.uint8), "the gathering of a gradient")
         return whole
 
 

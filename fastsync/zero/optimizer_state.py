@@ -493,14 +493,14 @@ class StateSlice(WrapperTensor):
         ).zero_()
         if whole.numel() == 0:
             return whole
-        shape = tuple(self._param.shape)
-        self._slices.exchange.meet(f"{self._name!r} in the state of a parameter of shape {shape}")
+        exchange = self._slices.exchange
+        exchange.meet(f"{self._name!r} in the state of '{exchange.name_of(self._param)}'")
         for piece, part in self._parts:
             if piece.rank == self._slices.rank:
                 dense = part.to_dense() if part.is_sparse else part
                 (space.cut(piece, whole) if by_element else whole).copy_(dense)
         flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
-        self._slices.exchange.reduce(flat, "the collection of an optimizer's state")
+        exchange.reduce(flat, "the collection of an optimizer's state")
         return whole
 
     def write(self, whole: torch.Tensor) -> None:

@@ -90,8 +90,8 @@ class ShardedOptimizers(StepWatcher):
         self.place = make_rendezvous(engine.group, "sharded optimizer", timeout)
         self.others = Others(engine.group, self.place.name)
         meeting = make_rendezvous(engine.group, "gradients", timeout)
-        words, device = engine.shares.make_words(timeout), engine.params[0].tensor.device
-        self.exchange = Exchange(engine.group, meeting, words, device)
+        words = engine.shares.make_words(timeout)
+        self.exchange = Exchange(engine.group, meeting, words, engine.params)
         self.sharers = ShardGroup(self.exchange)
         self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = (
             weakref.WeakKeyDictionary()

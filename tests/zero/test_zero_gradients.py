@@ -191,6 +191,32 @@ def test_a_gradient_that_one_rank_looks_at_is_an_error(how):
     assert "look at them on every rank, or on none" in text
 
 
+def look_at_different_ones(rank, world, shared_memory):
+    """Look at parts of two parameters of one shape, one on each rank."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = FastDDP(model, zero=1, wire=Wire(shared_memory=shared_memory))
+    optimizer = optim.Adam(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+    weight, texts = model.module[rank].weight, []
+    for look in (weight.grad.clone, optimizer.state[weight]["exp_avg"].clone):
+        with pytest.raises(RuntimeError) as raised:
+            look()
+        texts.append(str(raised.value))
+    dist.barrier()
+    return texts
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_ranks_that_look_at_different_parameters_are_told(shared_memory):
+    for rank, texts in enumerate(run_ranks(look_at_different_ones, 2, shared_memory)):
+        for what, text in zip(("the gradient", "'exp_avg' in the state"), texts, strict=True):
+            said = f"rank {rank} asks for {what} of '{rank}.weight', but other ranks ask"
+            assert said in text, text
+
+
 def test_looks_that_differ_are_errors_and_printing_is_free():
     for (text,) in run_ranks(look_alone, 2, "differ"):
         assert "but other ranks ask for something else" in text
