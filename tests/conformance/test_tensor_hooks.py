@@ -122,17 +122,22 @@ def removed_after_a_step(wrap, rank):
     return full(model)
 
 
+def step_every_other_time(model, rank, backwards):
+    """Let every other backward add to what the one before has left."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(backwards):
+        loss_of(model(batch(rank, step))).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def while_accumulating(wrap, rank):
     """Hooks see the gradient of each backward alone."""
     model, seen = wrap(net()), []
     note(model, seen)
     double(model, seen)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(4):
-        loss_of(model(batch(rank, step))).backward()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    step_every_other_time(model, rank, 4)
     return {**full(model), **{f"seen {i}": each for i, each in enumerate(seen)}}
 
 
@@ -188,16 +193,11 @@ def test_post_accumulate_hooks(stage, script):
 
 
 def on_top_of_averages(wrap, rank):
-    """Every other backward adds to the averages of the one before, which hooks see and scale."""
+    """Hooks see the sum of a backward and the averages of the one before, and scale it."""
     model = net()
     scale_what_is_accumulated(model, None)
     model = wrap(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(6):
-        loss_of(model(batch(rank, step))).backward()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    step_every_other_time(model, rank, 6)
     return full(model)
 
 

@@ -425,7 +425,7 @@ def test_layers_that_a_rank_leaves_out_get_the_others_gradients(options):
 
 
 def poisoned_after_a_change_of_plan(rank, world, options):
-    """Return the weights' change by a step that follows NaN in a new plan's first backward.
+    """Return whether NaN in a new plan's first backward leaves the weights as they were.
 
     Nobody has asked for the flags of the backwards before.
     """
@@ -448,7 +448,8 @@ def poisoned_after_a_change_of_plan(rank, world, options):
     return all(torch.equal(*pair) for pair in zip(before, after, strict=True))
 
 
-AFTER_CHANGES = {
+# Settings whose gradients are checked for NaN on the device.
+GUARDED = {
     **{f"zero{stage}": {"zero": stage} for stage in (0, 1, 2)},
     **{wire: {"wire": wire} for wire in ("bf16", "int8", "topk")},
     "int8, zero2": {"wire": "int8", "zero": 2},
@@ -456,9 +457,9 @@ AFTER_CHANGES = {
 
 
 @pytest.mark.slow(but=("zero0", "int8"))
-@pytest.mark.parametrize("case", AFTER_CHANGES)
+@pytest.mark.parametrize("case", GUARDED)
 def test_nan_in_the_first_backward_of_a_new_plan_skips_the_step(case):
-    assert run_simulated(poisoned_after_a_change_of_plan, 2, AFTER_CHANGES[case]) == [True, True]
+    assert run_simulated(poisoned_after_a_change_of_plan, 2, GUARDED[case]) == [True, True]
 
 
 SENT_LATE = {

@@ -15,7 +15,7 @@ from fastsync.config.arguments import grouped
 from tests.conformance.stages import STAGES
 from tests.fsdp.fsdp_models import Net, loss_of, net, words
 from tests.simulated.ranks import run_simulated
-from tests.simulated.test_simulated_features import LOWER, by_block, ddp, fast
+from tests.simulated.test_simulated_features import GUARDED, LOWER, by_block, ddp, fast
 
 DEVICE = "sim"
 FIRST, LAST = 3, 5
@@ -193,12 +193,6 @@ def test_only_the_scaler_asks_for_a_value(zero):
 
 def guarded(rank, world, options):
     return waits_of_steps(rank, world, fast(nonfinite="skip", **options), plain)
-
-
-GUARDED = {
-    **{f"zero{stage}": {"zero": stage} for stage in (0, 1, 2)},
-    **{wire: {"wire": wire} for wire in ("bf16", "int8", "topk")},
-}
 
 
 @pytest.mark.slow(but=("2-zero1", "2-int8"))
