@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.random_cases.team import naming_the_case, run_cases, world_of
+from tests.fuzz.random_cases.team import naming_the_case, run_case, seat_on, world_of
 from tests.simulated.ranks import run_simulated
 
 DEVICE = "sim"
@@ -21,12 +21,14 @@ def on_the_device(rank, world, seeds, folder):
     """Run cases under the race detector; return the races."""
     from tests.simulated.device import detecting
 
+    seat = seat_on(DEVICE, rank, world)
     races = []
-    for seed in seeds:
-        found = []
-        with detecting(found):
-            run_cases(rank, world, [seed], folder, device=DEVICE)
-        races += [f"case {seed}: {race}" for race in found]
+    with (folder / str(rank)).open("w") as file:
+        for seed in seeds:
+            found = []
+            with detecting(found):
+                run_case(seed, seat, file)
+            races += [f"case {seed}: {race}" for race in found]
     return races
 
 

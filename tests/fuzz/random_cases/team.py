@@ -81,13 +81,10 @@ def seat_of(rank, world, mesh_size):
     return Seat(rank // mesh_size, among, judges, second, apart, first, mesh["tp"])
 
 
-def run_cases(rank, world, seeds, folder, family="models", device="cpu"):
-    """Run cases one after the other, and leave the number of the current one in a file.
+def seat_on(device, rank, world):
+    """Return a rank's seat, whose groups serve any number of cases. Collective.
 
     On another device than the CPU nothing is a DTensor.
-
-    Returns:
-        Of each case its number, its seconds and the kinds of what was drawn.
     """
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     if world == 4:
@@ -95,20 +92,31 @@ def run_cases(rank, world, seeds, folder, family="models", device="cpu"):
     sizes = [size for size in (1, 2) if world % size == 0]
     folded = tuple(seat_of(rank, world, size) for size in sizes)
     seat = replace(folded[0], first=None, mesh=None, folded=folded)
-    if device != "cpu":
-        seat = replace(seat, folded=(), device=device)
-    done = []
-    with (folder / str(rank)).open("w") as file, torch.device(device):
-        for seed in seeds:
-            warnings.simplefilter("ignore")
-            start = time.monotonic()
-            file.seek(0)
-            file.truncate()
-            log = []
-            note(file, log, str(seed))
-            FAMILIES[family](seed, seat, partial(note, file, log)).run()
-            done.append((seed, time.monotonic() - start, log[1:]))
-    return done
+    return seat if device == "cpu" else replace(seat, folded=(), device=device)
+
+
+def run_cases(rank, world, seeds, folder, family="models"):
+    """Run cases one after the other, and leave the number of the current one in a file.
+
+    Returns:
+        Of each case its number, its seconds and the kinds of what was drawn.
+    """
+    seat = seat_on("cpu", rank, world)
+    with (folder / str(rank)).open("w") as file:
+        return [run_case(seed, seat, file, family) for seed in seeds]
+
+
+def run_case(seed, seat, file, family="models"):
+    """Run a case; keep its number and what was drawn in a file, for whoever ends the rank."""
+    warnings.simplefilter("ignore")
+    start = time.monotonic()
+    file.seek(0)
+    file.truncate()
+    log = []
+    note(file, log, str(seed))
+    with torch.device(seat.device):
+        FAMILIES[family](seed, seat, partial(note, file, log)).run()
+    return seed, time.monotonic() - start, log[1:]
 
 
 def note(file, log, entry):
