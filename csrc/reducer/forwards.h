@@ -11,7 +11,8 @@
 //
 // A script may also announce a backward, as DDP's `reducer.prepare_for_backward()` does. Then the
 // next backward synchronises, whichever forward it belongs to, as soon as it reaches outputs or
-// accumulates a gradient. A forward within a backward announces that backward, too: an activation
+// accumulates a gradient. The step of a backward that failed has not been made: the next one through
+// the same graph makes it. A forward within a backward announces that backward, too: an activation
 // checkpoint recomputes it there, and its first run may not have synchronised.
 #pragma once
 
@@ -54,10 +55,12 @@ class Forwards {
   // A backward has reached the outputs of `pass`. Returns whether it synchronises because of that.
   bool reached(ForwardPass& pass, int backward) {
     known_backward_ = backward;
-    const bool due = std::exchange(pass.syncs, false) && pass.number > skipped_;
+    const bool again = pass.number == failed_;
+    const bool due = (std::exchange(pass.syncs, false) || again) && pass.number > skipped_;
     if (!due && !announced_) return false;
     step_begins();
     opaque_ = 0;
+    begun_by_ = pass.number;
     return true;
   }
 
@@ -67,7 +70,14 @@ class Forwards {
     if (!due && !announced_) return false;
     step_begins();
     opaque_ = std::max<int64_t>(0, opaque_ - 1);
+    begun_by_ = 0;
     return true;
+  }
+
+  // The backward that began the last step failed: its step has not been made.
+  void failed() {
+    failed_ = begun_by_;
+    may_bypass_ = may_bypass_ || begun_by_ == 0;
   }
 
  private:
@@ -75,6 +85,7 @@ class Forwards {
     announced_ = false;
     may_bypass_ = false;
     made_step_ = true;
+    failed_ = 0;
   }
 
   int64_t ended_ = 0;
@@ -83,6 +94,8 @@ class Forwards {
   int64_t opaque_ = 0;       // forwards since then whose outputs cannot be; each has one backward
   bool made_step_ = false;   // since the last forward
   bool announced_ = false;   // the next backward synchronises, whatever it reaches
+  int64_t begun_by_ = 0;     // number of the forward whose outputs began the last step; 0: of none
+  int64_t failed_ = 0;       // ... if the backward failed that was to make it; else 0
   int known_backward_ = -1;  // the last one that reached outputs of any forward
 };
 

@@ -102,19 +102,36 @@ void Reducer::prepare_local_forward() {
   attach_thawed();
 }
 
-// Clears the remains of a backward that an exception has ended. `task`: cannot be done inside a
-// backward.
+// `task`: cannot be done inside a backward.
 void Reducer::leave_backward(const char* task) {
   if (!backward_running_) return;
   FS_CHECK(running_backward() < 0, "cannot ", task, " during a backward");
-  const size_t launched = communicates() ? next_ : 0;
-  const std::string total = std::to_string(plan_.buckets.size());
+  forget_failed_backward();
+}
+
+// Clears the remains of a backward that an exception has ended. What has been accumulated, then or
+// before, belongs to the next step, unless the script has cleared it. Throws if gradients were
+// sent, or packed ahead of their bucket, which scales or frees them.
+void Reducer::forget_failed_backward() {
+  const size_t sent = communicates() ? next_ : 0;
+  const size_t total = plan_.buckets.size();
+  size_t packed = 0;
+  std::vector<size_t> accumulated;
+  for (size_t i = sent; i < total; ++i) {
+    for (const Slot& slot : plan_.buckets[i].slots()) {
+      packed += slot.early ? 1 : 0;
+      if (slot.param->used && slot.grad().defined()) accumulated.push_back(slot.index);
+    }
+  }
   abandon();
-  FS_CHECK(launched == 0, "the previous backward stopped half-way on this rank, after ", launched,
-           " of ", total,
-           " buckets had been sent: the ranks no longer agree. Expected to have finished "
-           "reduction in the prior iteration before starting a new one. Find the exception that "
-           "left backward() early, or restart from a checkpoint");
+  for (const size_t i : accumulated) params_[i]->used = true;
+  forwards_.failed();
+  FS_CHECK(sent + packed == 0, "the previous backward stopped half-way on rank ",
+           routes_.group->rank(), ", after ", sent, " of ", total, " buckets had been sent and ",
+           packed,
+           " gradients packed for the next: gradients are incomplete, and the ranks may no longer "
+           "agree. Expected to have finished reduction in the prior iteration before starting a "
+           "new one. Find the exception that left backward() early, or restart from a checkpoint");
 }
 
 // Clears them, and throws the complaint of the last backward, if there is one.
@@ -194,6 +211,7 @@ void Reducer::on_outputs_reached(ForwardPass& pass) {
   const Lock lock(mutex_);
   if (precision_) precision_->begin_backward();
   if (hooks().accumulating()) {
+    if (backward_failed()) noting_errors([&] { forget_failed_backward(); });
     note_backward();
     if (forwards_.reached(pass, running_backward())) {
       if (!backward_running_ && !plan_.buckets.empty()) begin_backward();
@@ -230,8 +248,10 @@ void Reducer::note_backward() {
 // Under the lock. Runs inside a backward, whose final callback ends the step.
 void Reducer::begin_backward() {
   open_step();
-  end_backward_by(Ending::kSend, &Reducer::close_backward);
-  end_backward_by(Ending::kWait, &Reducer::finish_backward);
+  const auto running = std::make_shared<int>();
+  running_ = running;
+  end_backward_by(Ending::kSend, &Reducer::close_backward, running);
+  end_backward_by(Ending::kWait, &Reducer::finish_backward, running);
 }
 
 void Reducer::open_step() {
@@ -253,10 +273,11 @@ void Reducer::open_step() {
   ++generation_;
 }
 
-// See [Note: the end of a backward].
-void Reducer::end_backward_by(Ending ending, void (Reducer::*step)(int64_t)) {
+// See [Note: the end of a backward]. `running` lives as long as the backward.
+void Reducer::end_backward_by(Ending ending, void (Reducer::*step)(int64_t),
+                              const std::shared_ptr<void>& running) {
   const std::weak_ptr<Reducer> weak = weak_from_this();
-  at_end_of_backward({ending, number_}, [weak, step, mine = generation_] {
+  at_end_of_backward({ending, number_}, [weak, step, running, mine = generation_] {
     if (const auto self = weak.lock()) ((*self).*step)(mine);
   });
 }
@@ -266,6 +287,7 @@ void Reducer::end_backward_by(Ending ending, void (Reducer::*step)(int64_t)) {
 void Reducer::on_grad_ready(size_t param, bool defined) {
   const Lock lock(mutex_);
   if (defined || options_.fail_on_unused || options_.static_graph) params_[param]->used = true;
+  if (backward_failed()) noting_errors([&] { forget_failed_backward(); });
   if (!backward_running_ && forwards_.bypassed(running_backward())) {
     note_backward();
     begin_backward();

@@ -273,6 +273,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void place_gradient(size_t param);
   ForwardAdvice advise();
   void leave_backward(const char* task);
+  bool backward_failed() const { return backward_running_ && running_.expired(); }
+  void forget_failed_backward();
   void check_ended();
   void attach_thawed();
   void call_what_is_due();
@@ -328,7 +330,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_running(int64_t generation) const {
     return backward_running_ && generation == generation_;
   }
-  void end_backward_by(Ending ending, void (Reducer::*step)(int64_t));
+  void end_backward_by(Ending ending, void (Reducer::*step)(int64_t),
+                       const std::shared_ptr<void>& running);
   void close_backward(int64_t generation);
   void finish_backward(int64_t generation);
   Residuals residual_views() const;
@@ -381,6 +384,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Forwards forwards_;
   uint64_t first_node_ = 0;  // of autograd's graph of the last forward
   bool backward_running_ = false;
+  std::weak_ptr<void> running_;  // expires when autograd leaves the backward
   bool captured_ = false;
   bool squares_ = false;   // the script clips gradients by their norm
   bool skipping_ = false;  // this rank, the running step

@@ -1,7 +1,6 @@
 #include "flat.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <optional>
@@ -83,9 +82,6 @@ void Flat::ensure_flat() {
   if (std::exchange(flat_is_ours_, true)) return;
   if (flat().defined() && !(spec_.views && buffer_.held_by_others(references()))) return;
   buffer_.renew(make_memory());
-  if (!device().is_cpu()) {
-    home_ = c10::impl::VirtualGuardImpl(device().type()).getStream(device());
-  }
   new_buffer();
 }
 
@@ -135,17 +131,10 @@ void Flat::install_view(size_t index) {
   grad = buffer_.view(index);
 }
 
-void Flat::receive(const at::Tensor& /*result*/) { record_on_current_stream(); }
-
 // The averages are read on this stream, and the user may drop the last reference to them. Their
 // memory returns to the stream that it was allocated on, and must not be reused there while this
 // stream still reads it.
-void Flat::record_on_current_stream() const {
-  if (!home_ || !flat().defined()) return;
-  const c10::impl::VirtualGuardImpl guard(device().type());
-  const c10::Stream current = guard.getStream(device());
-  if (current != *home_) guard.recordDataPtrOnStream(flat().storage().data_ptr(), current);
-}
+void Flat::receive(const at::Tensor& /*result*/) { ops::record_here(flat()); }
 
 void Flat::deliver(const std::vector<bool>& used) {
   if (spec_.views) {

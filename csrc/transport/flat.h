@@ -44,11 +44,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "gradient_buffer.h"
@@ -121,7 +119,6 @@ class Flat : public Transport {
   std::vector<ops::Item> items() const;
   void append_flags(std::vector<ops::Item>& items, const Packing& how) const;
   void install_view(size_t slot);
-  void record_on_current_stream() const;
   at::Tensor vote_in(const at::Tensor& flat) const;
   void deliver_moved_out(const std::vector<bool>& used);
   void deliver_views(const std::vector<bool>& used);
@@ -134,7 +131,6 @@ class Flat : public Transport {
   bool flat_is_ours_ = false;                  // checked in this step
   bool missed_ = false;
   GradientBuffer buffer_;
-  std::optional<c10::Stream> home_;  // the stream that its memory was allocated on; none on a CPU
 };
 
 // Sums the buffer by one all-reduce. See [Note: squares of the buffer].

@@ -69,7 +69,8 @@ class Context(StepWatcher, Generic[S]):
 
     Attributes:
         root_forward: the state whose forward is the outermost one of those that run.
-        ends_queued: whether the running backward will call the root at its end.
+        ending: refers to what the running backward will call at its end, which autograd drops if
+            the backward fails; None: no backward has begun.
         faulty: it has been in vain to wait for other ranks, and will be.
         creates_graph: the running backward, or the last one, is differentiated again, so that the
             unsharded parameters stay.
@@ -86,7 +87,8 @@ class Context(StepWatcher, Generic[S]):
     def __init__(self, first: S) -> None:
         self.states = [first]
         self.root_forward: S | None = None
-        self.ends_queued = self.creates_graph = self.conceals = self.faulty = False
+        self.ending: weakref.ref[Callable[[], None]] | None = None
+        self.creates_graph = self.conceals = self.faulty = False
         self.last_backward = True
         self.connections = Connections()
         self.most_in_flight = IN_FLIGHT
@@ -322,7 +324,7 @@ class Context(StepWatcher, Generic[S]):
         for unit in self.units():
             if unit.running:  # a backward within a forward, which may have frozen other parameters
                 unit.freeze_alike()
-        self.ends_queued, self._ends_soon = True, False
+        self._ends_soon = False
         self.creates_graph = torch.is_grad_enabled()
         self.gradients.announce(True)
         for unit in self.units():
@@ -413,7 +415,7 @@ class Context(StepWatcher, Generic[S]):
             finalize_gradients(unit.dtype_shards)
         if self.weights is not None and self._scale is not None:
             self.weights.note_mean()
-        self.ends_queued = False
+        self.ending = None
         self.gradients.announce(False)
 
     def forget(self) -> None:
@@ -424,7 +426,7 @@ class Context(StepWatcher, Generic[S]):
         self._done.clear()
         self._ahead.clear()
         self._running = []
-        self.ends_queued = self.creates_graph = False
+        self.ending, self.creates_graph = None, False
         self.gradients.announce(False)
         self.root_forward = None
         self.trim()

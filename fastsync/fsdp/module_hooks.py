@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -301,7 +302,7 @@ class State:
         if self.context.root_forward is self:  # its last forward failed half-way
             self._recover()
         if self.context.root_forward is None:
-            if self.context.ends_queued and not backward_is_running() and not self.context.faulty:
+            if self.context.ending and not backward_is_running() and not self.context.faulty:
                 self._forget()  # the last backward failed, and will not come to its end
             if self._registrations != registrations():
                 self.check_layers()
@@ -458,15 +459,20 @@ class State:
 
     def announce_backward(self) -> None:
         """Begin a backward, at a module, or at a parameter where outputs did not lead to it."""
-        if not self.context.ends_queued:
+        ending = self.context.ending
+        if ending and ending() is None and not self.context.faulty:
+            self._forget()
+        if not self.context.ending:
             self.context.begin_backward()
-            at_end_of_backward(self.end_of_backward)
+            call = self.end_of_backward
+            self.context.ending = weakref.ref(call)
+            at_end_of_backward(call)
 
     @untraced
     def before_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         """Gather for a backward that has reached the outputs."""
-        self.moment = Moment.BEFORE_BACKWARD
         self.announce_backward()
+        self.moment = Moment.BEFORE_BACKWARD
         for unit in reversed(self.uses):
             unit.busy.add(id(self))
             if unit.moment is Moment.BEFORE_BACKWARD and unit.is_whole:

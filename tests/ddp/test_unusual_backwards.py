@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from fastsync import FastDDP
+from fastsync import FastDDP, fully_shard
 from fastsync.testing import RankError
 from tests.helpers.models import build, differences, grads, many, state, wrap
 from tests.helpers.teams import run_ranks
@@ -107,10 +107,10 @@ class Failing(torch.autograd.Function):
 
 
 class FailsHalfWay(nn.Module):
-    def __init__(self):
+    def __init__(self, width=4):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x, fail):
         return self.second(Failing.apply(self.first(x), fail)).sum()
@@ -157,6 +157,81 @@ def test_after_a_backward_that_failed_half_way():
     for text, values, wanted in run_ranks(fail_half_way, 1, 1e-6):
         assert not text, "one rank cannot disagree with itself"
         assert values == pytest.approx([wanted] * 2)
+
+
+def pack_and_fail(rank, world, options):
+    """Fail when a gradient has been packed ahead of its bucket, which nobody has sent."""
+    model = FastDDP(FailsHalfWay(512), bucket_cap_mb=25, **options)
+    x = torch.ones(1, 512)
+    model(x, False).backward()
+    model.zero_grad()
+    with pytest.raises(ArithmeticError):
+        model(x, True).backward()
+    with pytest.raises(RuntimeError, match=f"rank {rank}, after 0 of 1 buckets.* 1 gradients"):
+        model(x, False)
+    model(x, False)
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"wire": "int8"}], ids=repr)
+def test_after_a_backward_that_failed_when_gradients_were_packed(options):
+    run_ranks(pack_and_fail, 2, options)
+
+
+def fail_and_go_on(rank, world, zero, same_graph):
+    """Return the gradients of a backward that no forward parts from one that failed."""
+    model = FailsHalfWay()
+    if zero == "units":
+        for module in (model.first, model.second, model):
+            fully_shard(module)
+        forward = model
+    else:
+        forward = FastDDP(model, zero=zero)
+    x, fail = torch.full((1, 4), float(rank + 1)), {"now"}
+    failing = forward(x, fail).square()
+    after = failing if same_graph else forward(x, False).square()
+    with pytest.raises(ArithmeticError):
+        failing.backward(retain_graph=True)
+    forward.zero_grad()
+    fail.clear()
+    after.backward()
+    found = [getattr(p.grad, "full_tensor", p.grad.clone)() for p in model.parameters()]
+    plain = FailsHalfWay()
+    for other in range(world):
+        (plain(torch.full((1, 4), float(other + 1)), False).square() / world).backward()
+    return [float((a - p.grad).abs().max()) for a, p in zip(found, plain.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("same_graph", [False, True], ids=["another graph", "the same graph"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3, "units"])
+def test_a_backward_right_after_one_that_failed(zero, same_graph):
+    for errors in run_ranks(fail_and_go_on, 2, zero, same_graph):
+        assert errors == pytest.approx([0] * 4, abs=1e-4)
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
+
+    def forward(self, x, part, fail=False):
+        return Failing.apply(self.parts[part](x).sum(), fail)
+
+
+def accumulate_and_fail(rank, world, zero):
+    model = FastDDP(Parts(), zero=zero)
+    x = torch.full((1, 4), float(rank + 1))
+    with model.no_sync():
+        model(x, rank).backward()
+    with pytest.raises(ArithmeticError):
+        model(x, 0, True).backward()
+    model(x, 1).backward()
+    return [float(part.weight.grad.mean()) for part in model.module.parts]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_accumulated_before_a_backward_that_failed(zero):
+    """Rank 0 alone has some of the first part, and rank 1 more of the second."""
+    assert run_ranks(accumulate_and_fail, 2, zero) == [[1 / 2, (1 + 2 + 2) / 2]] * 2
 
 
 def fail_on_one(rank, world):

@@ -309,6 +309,14 @@ def step(wrapped):
     rule.check(wrapped)
 
 
+def step_after_a_failure(wrapped):
+    """Gradients that micro-steps have left belong to the step, and perhaps no forward begins it."""
+    forward = wrapped.forward() if wrapped.rng.random() < 0.5 else None
+    wrapped.fail("early")
+    wrapped.backward((forward or wrapped.forward()).losses())
+    rule.check(wrapped)
+
+
 def look(wrapped, forward):
     """Take gradients of the outputs by a script; they are accumulated nowhere."""
     if wrapped.mine.random() < 0.2:
@@ -574,6 +582,7 @@ def may_poison(wrapped):
 
 STEPS = {
     "one": Stage(step, weight=6),
+    "after a failure": Stage(step_after_a_failure, may_stop),
     "two forwards": Stage(two_forwards, weight=2),
     # In mixed precision two forwards' gradients are added up in the low one, unlike the copy's.
     "sum of forwards": Stage(sum_of_forwards, lambda w: outputs_are_seen(w) and not w.drawn.mixed),

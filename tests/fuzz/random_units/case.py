@@ -303,14 +303,16 @@ class UnitCase:
         """Weights divide the sum of a few micro-batches of each rank, some of them zero."""
         self.zero(True)
         totals = [self.rng.choice((1, 2, 5, 8)) for _ in range(self.rng.randint(1, 3))]
-        local = self.rng.random() < 0.5
+        local, counted = self.rng.random() < 0.5, 0
         for left, total in zip(reversed(range(len(totals))), totals, strict=True):
             self.model.set_requires_gradient_sync(not local or left == 0)
             owners = [self.rng.randrange(self.seat.world) for _ in range(total)]
             mine = owners.count(self.seat.rank)
             self.model.add_weight(torch.tensor(mine) if self.mine.random() < 0.5 else mine)
             self.backward()
-        self.divisor = float(sum(totals))
+            unused = not local and all(param.grad is None for param in self.params.values())
+            counted = 0 if unused else counted + total  # no gradient holds a mean: begins anew
+        self.divisor = float(max(1, counted))
 
     def two_forwards(self):
         pairs = [self.losses() for _ in range(2)]
@@ -425,13 +427,23 @@ class UnitCase:
         raise AssertionError("an exception in forward was lost")
 
     def raise_in_backward(self):
+        self._fail_in_backward()
+        self.model.reset_iter_state()
+
+    def _fail_in_backward(self):
         try:
             self.losses("backward")[0].backward()
         except Fault:
-            self.model.reset_iter_state()
             self.zero(True)  # some units have their gradients by then
             return
         raise AssertionError("an exception in backward was lost")
+
+    def after_a_failure(self):
+        """No forward parts the backward from one that has failed."""
+        pair = self.losses()
+        self._fail_in_backward()
+        for loss in pair:
+            loss.backward()
 
     def switch(self):
         for unit in self.units:
@@ -521,6 +533,7 @@ DIVIDED = {"divide": UnitCase.divide}
 STEPS = {
     "backward": UnitCase.backward,
     "accumulate": UnitCase.accumulate,
+    "after a failure": UnitCase.after_a_failure,
     "two forwards": UnitCase.two_forwards,
     "abandoned forward": UnitCase.abandoned_forward,
     "reset between": UnitCase.reset_between,
