@@ -132,7 +132,9 @@ class _Gathering:
     def reset_iter_state(self) -> None:
         """Forget a forward or backward that failed; for the root alone.
 
-        Gradients that had been reduced by then stay: call zero_grad().
+        Gradients that had been reduced by then stay: call zero_grad(). Those that backwards
+        without reduction have accumulated are lost: run these micro-batches again. Without this
+        call the next forward, or backward, raises an error if there are any.
         """
         _state(self).reset()
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -303,7 +304,7 @@ class State:
             self._recover()
         if self.context.root_forward is None:
             if self.context.ending and not backward_is_running() and not self.context.faulty:
-                self._forget()  # the last backward failed, and will not come to its end
+                self._forget_failed()
             if self._registrations != registrations():
                 self.check_layers()
             self.context.root_forward = self
@@ -461,7 +462,7 @@ class State:
         """Begin a backward, at a module, or at a parameter where outputs did not lead to it."""
         ending = self.context.ending
         if ending and ending() is None and not self.context.faulty:
-            self._forget()
+            self._forget_failed()
         if not self.context.ending:
             self.context.begin_backward()
             call = self.end_of_backward
@@ -553,11 +554,29 @@ class State:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         self._forget()
 
+    def _forget_failed(self) -> None:
+        """Forget a backward that failed, of which the script has not told.
+
+        Raises:
+            RuntimeError: gradients of earlier backwards are lost with it.
+        """
+        lost = any(unit.accumulates for unit in self.context.units())
+        self._forget()
+        if lost:
+            raise RuntimeError(_LOST.format(dist.get_rank()))
+
     def _forget(self) -> None:
         for state in self.context.states:
             state.moment = Moment.IDLE
             state._missing.clear()
         self.context.forget()
+
+
+_LOST = (
+    "the last backward failed on rank {}, and with it what backwards without reduction "
+    "(set_requires_gradient_sync(False)) had accumulated is lost. Run these micro-batches again; "
+    "reset_iter_state() of the root, called after the exception, says that you will"
+)
 
 
 def _kind(module: nn.Module) -> str:

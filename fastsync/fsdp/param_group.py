@@ -317,6 +317,11 @@ class Unit:
             return True
         return self.switches.all_reduce and any(s.partial is not None for s in self.dtype_shards)
 
+    @property
+    def accumulates(self) -> bool:
+        """Return whether backwards have left gradients for a later one to reduce."""
+        return self.owes or any(shard.partial is not None for shard in self.dtype_shards)
+
     def keep_gradients(self) -> None:
         """Leave them to a later backward."""
         self.owes = True

@@ -219,6 +219,38 @@ def test_a_step_that_fails_half_way():
     assert run_ranks(fail_once, 2) == [0, 0]
 
 
+def fail_while_accumulating(rank, world, says_so):
+    """Return the gradients of a step after a micro-batch failed, and those that are wanted."""
+    model = apply(fully_shard, net())
+    broken = True
+    model.blocks[1].register_full_backward_hook(lambda *unused: 1 / 0 if broken else None)
+    model.set_requires_gradient_sync(False)
+    broken = False
+    loss_of(model, words(rank, 0)).backward()
+    broken = True
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, words(rank, 1)).backward()
+    broken = False
+    if says_so:
+        model.reset_iter_state()
+    else:
+        with pytest.raises(RuntimeError, match=f"failed on rank {rank}.*reset_iter_state"):
+            model(words(rank, 1))
+    model.set_requires_gradient_sync(True)
+    found = []
+    for _ in range(2):
+        loss_of(model, words(rank, 2)).backward()
+        found.append(whole(p.grad for p in model.parameters()))
+        model.zero_grad()
+    return farthest(*found)
+
+
+@pytest.mark.parametrize("says_so", [False, True])
+def test_micro_batches_that_a_failed_backward_takes_with_it(says_so):
+    """The next step is as if they had never been; a script that does not know is told."""
+    assert run_ranks(fail_while_accumulating, 2, says_so) == [0, 0]
+
+
 class Complex(nn.Module):
     def __init__(self):
         super().__init__()
