@@ -157,8 +157,11 @@ def lagging(rank, world):
     """In how many of some rounds each of two streams was first."""
     firsts = []
     for _ in range(40):
-        events = []
+        events, gate = [], torch.sim.Stream()
+        with torch.sim.stream(gate):  # both have their tasks by the time that this is done
+            torch.ones(1 << 21, device=DEVICE).add_(1)
         for stream in (torch.sim.Stream(), torch.sim.Stream()):
+            stream.wait_stream(gate)
             with torch.sim.stream(stream):
                 for _ in range(4):
                     torch.ones(8, device=DEVICE).add_(1)
