@@ -113,29 +113,28 @@ class ProxyList {
 };
 
 // A parameter that is frozen now gets no hook: its gradients are copied.
-void announce_arrivals(const std::shared_ptr<engine::ShardedGradients>& unit,
-                       const std::vector<at::Tensor>& params) {
+void announce_gradients(const std::shared_ptr<engine::ShardedGradients>& unit) {
   const std::weak_ptr<engine::ShardedGradients> weak = unit;
-  for (size_t i = 0; i < params.size(); ++i) {
-    if (!params[i].requires_grad()) continue;
-    auto announce = [weak, i, param = params[i]](const at::Tensor& grad, bool ours) {
+  for (size_t i = 0; i < unit->params.size(); ++i) {
+    if (!unit->params[i].requires_grad()) continue;
+    auto announce = [weak, i](const at::Tensor& grad, bool ours) {
       const auto self = weak.lock();
-      if (!self || !self->proxies[i].is_same(param.grad())) return;
-      self->arrivals.announce(i, ours ? grad : at::Tensor());
+      if (!self || !self->proxies[i].is_same(self->params[i].grad())) return;
+      self->announce(i, ours ? grad : at::Tensor());
     };
-    unit->hooks.push_back(engine::before_accumulation(params[i], std::move(announce)));
+    unit->hooks.push_back(engine::before_accumulation(unit->params[i], std::move(announce)));
   }
 }
 
 std::shared_ptr<engine::ShardedGradients> make_sharded_gradients(
     const at::Tensor& shard, const std::vector<at::Tensor>& params, const py::list& proxies,
     std::function<void(size_t)> release) {
-  auto made = std::make_shared<engine::ShardedGradients>(shard, params.size());
+  auto made = std::make_shared<engine::ShardedGradients>(shard, params);
   const auto list = std::make_shared<ProxyList>(proxies, made->proxies);
   FS_CHECK_VALUE(made->proxies.size() == params.size(), "expects one proxy per parameter");
   made->is_held = [list](size_t index) { return list->is_held(index); };
   made->release = std::move(release);
-  announce_arrivals(made, params);
+  announce_gradients(made);
   return made;
 }
 
@@ -164,12 +163,8 @@ void bind_shards(py::module_& m) {
             self.pending.at(index) = pending.value_or(at::Tensor());
           },
           py::arg("index"), py::arg("pending"))
-      .def(
-          "hand_over",
-          [](ShardedGradients& self, size_t index, const at::Tensor& grad) {
-            return self.arrivals.hand_over(index, grad);
-          },
-          py::arg("index"), py::arg("grad"));
+      .def("add", &ShardedGradients::add, py::arg("index"), py::arg("grad"),
+           py::call_guard<py::gil_scoped_release>());
   py::class_<engine::GradientSquares>(m, "GradientSquares")
       .def_readonly("owned", &engine::GradientSquares::owned)
       .def_readonly("common", &engine::GradientSquares::common)

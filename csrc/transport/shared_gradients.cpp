@@ -1,10 +1,13 @@
 #include "shared_gradients.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
+#include "../ops/buffers.h"
 #include "../ops/norms.h"
 
 namespace fastsync::engine {
@@ -82,15 +85,29 @@ std::optional<double> SquareSums::of(const at::Tensor& shard, size_t member) con
   return sums_[member];
 }
 
-void Arrivals::announce(size_t member, const at::Tensor& grad) {
-  std::optional<Weak>& announced = announced_.at(member);
-  announced.reset();
-  if (grad.defined()) announced.emplace(grad.getIntrusivePtr());
+void ShardedGradients::announce(size_t member, const at::Tensor& grad) {
+  announced.at(member).reset();
+  if (grad.defined()) announced[member].emplace(grad.getIntrusivePtr());
 }
 
-bool Arrivals::hand_over(size_t member, const at::Tensor& grad) {
-  const auto announced = std::exchange(announced_.at(member), std::nullopt);
-  return announced && announced->lock().get() == grad.unsafeGetTensorImpl();
+void ShardedGradients::add(size_t member, const at::Tensor& grad) {
+  const at::NoGradGuard no_grad;
+  const auto expected = std::exchange(announced.at(member), std::nullopt);
+  at::Tensor& mine = pending.at(member);
+  if (mine.defined()) {
+    mine.add_(grad);
+    return;
+  }
+  const at::Tensor& param = params[member];
+  const bool fits = grad.layout() == at::kStrided && grad.strides() == param.strides();
+  const bool ours = expected && expected->lock().get() == grad.unsafeGetTensorImpl();
+  if (ours && fits) {
+    mine = grad.detach();
+  } else {
+    const auto strides = param.strides();
+    mine = ops::make_strided(param.sizes(), strides, param.scalar_type(), param.device());
+    mine.copy_(grad);
+  }
 }
 
 std::optional<GradientSquares> known_squares(const std::vector<at::Tensor>& params,

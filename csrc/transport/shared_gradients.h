@@ -43,35 +43,30 @@ class SquareSums {
   std::vector<std::optional<double>> sums_;  // by member
 };
 
-// Gradients on their way from autograd to proxies, which keep them without a copy, as autograd
-// itself would.
-class Arrivals {
- public:
-  explicit Arrivals(size_t members) : announced_(members) {}
+// A unit's gradients on this rank. Lives longer than a plan: buckets of several plans may carry
+// them.
+struct ShardedGradients {
+  ShardedGradients(at::Tensor averages, std::vector<at::Tensor> members)
+      : shard(std::move(averages)),
+        params(std::move(members)),
+        pending(params.size()),
+        announced(params.size()) {}
 
   // Autograd is about to add a gradient to a member's proxy: `grad`, if nobody else has it;
   // undefined otherwise.
   void announce(size_t member, const at::Tensor& grad);
-  // Whether `grad` is that gradient. True once.
-  bool hand_over(size_t member, const at::Tensor& grad);
-
- private:
-  using Weak = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
-  std::vector<std::optional<Weak>> announced_;  // by member
-};
-
-// A unit's gradients on this rank. Lives longer than a plan: buckets of several plans may carry
-// them.
-struct ShardedGradients {
-  ShardedGradients(at::Tensor averages, size_t members)
-      : shard(std::move(averages)), pending(members), arrivals(members) {}
+  // Accumulates a gradient of this rank. One that was announced is kept without a copy, as autograd
+  // itself would.
+  void add(size_t member, const at::Tensor& grad);
 
   at::Tensor shard;                 // [region], the averages
-  std::vector<at::Tensor> proxies;  // by member
+  std::vector<at::Tensor> params;   // by member
+  std::vector<at::Tensor> proxies;  // likewise
   // Gradients that this rank alone has accumulated since, by member; undefined where there are
   // none.
   std::vector<at::Tensor> pending;
-  Arrivals arrivals;
+  std::vector<std::optional<c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>>>
+      announced;  // by member
   SquareSums squares;
   // Whether a member's proxy is referenced elsewhere than by `param.grad`.
   std::function<bool(size_t)> is_held;

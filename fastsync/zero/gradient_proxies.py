@@ -139,17 +139,12 @@ class Share:
 
     def add(self, local: torch.Tensor) -> None:
         """Accumulate a gradient of this rank."""
-        before = self.pending
-        if before is not None:
-            before.add_(local)
+        if not self.released:
+            self.shards().core.add(self.index, local)
+        elif self._pending is not None:
+            self._pending.add_(local)
         else:
-            param = self.shards().params[self.index]
-            keep = self._is_handed_over(local) and _has_order_of(local, param)
-            self.pending = local.detach() if keep else torch.empty_like(param).copy_(local)
-
-    def _is_handed_over(self, local: torch.Tensor) -> bool:
-        """Return whether autograd has just made this gradient, which nobody else has."""
-        return not self.released and self.shards().core.hand_over(self.index, local)
+            self._pending = torch.empty_like(self.shards().params[self.index]).copy_(local)
 
     def owned(self) -> torch.Tensor:
         """Return the elements that this rank owns, one-dimensional, with what
@@ -177,10 +172,6 @@ class Share:
             if not self.released:
                 self.shards().replace(self.index, self.whole)
         return self.whole
-
-
-def _has_order_of(grad: torch.Tensor, param: torch.Tensor) -> bool:
-    return grad.layout is torch.strided and grad.stride() == param.stride()
 
 
 class ShardedGradient(WrapperTensor):
