@@ -28,6 +28,7 @@ struct ExpectedCollective {
   bool joins = true;             // the model has join()
   std::vector<int64_t> ranks{};  // the expected ones; empty: all
   bool sharded = false;          // the ranks share parameters: all must gather a whole tensor
+  bool in_order = false;         // the backend takes a collective for another one of the same size
 };
 
 // When a waiting rank warns of the others.

@@ -207,7 +207,7 @@ std::optional<Fault> FaultWatch::find_fault(const ExpectedCollective& expected,
   const bool long_ago = waited >= seconds_of(kLostGrace);
   const std::vector<Report> gone = ended(newest, kDeathGrace, long_ago);
   if (!gone.empty()) return fault_of(gone, expected, waited, "");
-  if (auto parted = find_mismatch(expected, waited)) return parted;
+  if (auto parted = find_mismatch(expected, waited, expected.in_order)) return parted;
   const double turn = backoff.next + delay_of(rank_);
   if (waited >= turn && !backoff.asked) {
     const milliseconds half{std::llround(5e2 * backoff.next)};
@@ -216,6 +216,9 @@ std::optional<Fault> FaultWatch::find_fault(const ExpectedCollective& expected,
   } else if (backoff.asked && waited >= turn + seconds_of(kAnswers)) {
     if (auto lone = find_lone_gather(expected, waited)) return lone;
     const bool at_last = waited >= turn + seconds_of(kLastAnswers);
+    if (at_last && late(expected).empty()) {
+      if (auto parted = find_mismatch(expected, waited, /*any_order=*/true)) return parted;
+    }
     if (warn(expected, waited, at_last)) backoff = {backoff.next * kDistance};
   }
   return std::nullopt;
@@ -225,31 +228,41 @@ namespace {
 
 // Two ranks whose collectives no longer match, so that both would wait forever.
 struct Mismatch {
+  enum class Of : uint8_t { kEvaluation, kBackward, kOrder };
+
+  Of of = Of::kOrder;
   int64_t more = -1;  // the rank that has run a forward or backward which `fewer` has not
   int64_t fewer = -1;
-  bool evaluation = false;  // what it has run: a forward without gradients; else a backward
 };
 
 std::optional<Mismatch> mismatch_of(int64_t rank, const Kinds& own, int64_t other,
                                     const Kinds& theirs) {
-  const auto evaluations = static_cast<int16_t>(own.evaluations - theirs.evaluations);
-  const auto backwards = static_cast<int16_t>(own.backwards - theirs.backwards);
-  if (evaluations == 0 && backwards == 0) return std::nullopt;
+  const auto evaluations = static_cast<int8_t>(own.evaluations - theirs.evaluations);
+  const auto backwards = static_cast<int8_t>(own.backwards - theirs.backwards);
+  if (evaluations == 0 && backwards == 0) {
+    if (own.digest == theirs.digest) return std::nullopt;
+    return Mismatch{Mismatch::Of::kOrder, rank, other};
+  }
   const bool is_this = evaluations != 0 ? evaluations > 0 : backwards > 0;
-  return Mismatch{is_this ? rank : other, is_this ? other : rank, evaluations != 0};
+  return Mismatch{evaluations != 0 ? Mismatch::Of::kEvaluation : Mismatch::Of::kBackward,
+                  is_this ? rank : other, is_this ? other : rank};
 }
 
 std::string description(const Mismatch& found) {
   const std::string more = concat("rank ", found.more);
   const std::string fewer = concat("rank ", found.fewer);
-  if (found.evaluation) {
-    return concat(more, " evaluates while ", fewer, " trains: ", more,
-                  " has run a forward without gradients, which gathers parameters from every "
-                  "rank, and ",
-                  fewer, " has not");
+  switch (found.of) {
+    case Mismatch::Of::kEvaluation:
+      return concat(more, " evaluates while ", fewer, " trains: ", more,
+                    " has run a forward without gradients, which gathers parameters from every "
+                    "rank, and ",
+                    fewer, " has not");
+    case Mismatch::Of::kBackward:
+      return concat("either ", fewer, " has left out a backward, or ", more,
+                    " has made one more: ", more, " is in a backward, and ", fewer, " is in none");
+    default:
+      return concat(more, " and ", fewer, " run different modules, or in another order");
   }
-  return concat("either ", fewer, " has left out a backward, or ", more,
-                " has made one more: ", more, " is in a backward, and ", fewer, " is in none");
 }
 
 constexpr const char* kWholeCopy =
@@ -258,9 +271,28 @@ constexpr const char* kWholeCopy =
     "options=StateDictOptions(full_state_dict=True))";
 
 std::string remedy(const Mismatch& found) {
-  if (!found.evaluation) return "Every rank has to make as many backwards that synchronise.";
-  return concat("Either have every rank evaluate, or ", kWholeCopy,
-                ", and load it into a model that is not wrapped.");
+  switch (found.of) {
+    case Mismatch::Of::kEvaluation:
+      return concat("Either have every rank evaluate, or ", kWholeCopy,
+                    ", and load it into a model that is not wrapped.");
+    case Mismatch::Of::kBackward:
+      return "Every rank has to make as many backwards that synchronise.";
+    default:
+      return "Modules whose parameters are sharded apart need every rank: run them on all ranks, "
+             "in the same order, or shard those among which a rank chooses as one group, as by "
+             "fully_shard([a, b]).";
+  }
+}
+
+std::string reason(const Mismatch& found) {
+  switch (found.of) {
+    case Mismatch::Of::kEvaluation:
+      return "evaluates alone";
+    case Mismatch::Of::kBackward:
+      return "has made another number of backwards";
+    default:
+      return "runs other modules";
+  }
 }
 
 // Whether a Python stack, innermost call first, is inside of DTensor.full_tensor().
@@ -270,29 +302,39 @@ bool gathers_tensor(const std::string& stack) {
 
 }  // namespace
 
-// Finds a neighbour that has issued other kinds of collectives than this rank.
-std::optional<Fault> FaultWatch::find_mismatch(const ExpectedCollective& expected,
-                                               double waited) const {
+// Finds a neighbour that has issued other kinds of collectives than this rank; with `any_order`,
+// also one that has issued them in another order, though each still has a match.
+std::optional<Fault> FaultWatch::find_mismatch(const ExpectedCollective& expected, double waited,
+                                               bool any_order) const {
   std::optional<Mismatch> found;
+  std::string also;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (expected.model >= models_.size()) return std::nullopt;
-    const Progress& own = *models_[expected.model].progress;
+    const Model& model = models_[expected.model];
     for (const auto& [rank, neighbour] : neighbours_) {
       if (expected.model >= neighbour.progress.size()) continue;
-      const Kinds theirs = Kinds::of(neighbour.progress[expected.model].kinds);
-      if (const auto ours = own.kinds_of(theirs.issued)) {
+      const ProgressSnapshot& at = neighbour.progress[expected.model];
+      const Kinds theirs = Kinds::of(at.kinds);
+      if (const auto ours = model.progress->kinds_of(theirs.issued)) {
         found = mismatch_of(rank_, *ours, rank, theirs);
+      }
+      if (found && found->of == Mismatch::Of::kOrder) {
+        if (any_order) {
+          also = concat(", and rank ", rank, " is ", activity(at, model.names));
+        } else {
+          found.reset();
+        }
       }
       if (found) break;
     }
   }
   if (!found) return std::nullopt;
   Fault fault;
-  fault.ranks = {found->evaluation ? found->more : found->fewer};
-  fault.reason = found->evaluation ? "evaluates alone" : "has made another number of backwards";
+  fault.ranks = {found->of == Mismatch::Of::kBackward ? found->fewer : found->more};
+  fault.reason = reason(*found);
   fault.text = concat("fastsync: ", description(*found), ". Rank ", rank_, " waited ",
-                      rounded(waited), " in ", expected.label, ". ", remedy(*found));
+                      rounded(waited), " in ", expected.label, also, ". ", remedy(*found));
   fault.seconds = waited;
   fault.parts = true;
   return fault;

@@ -181,7 +181,8 @@ class FaultWatch {
   std::optional<Fault> find_fault(const ExpectedCollective& expected,
                                   const ExpectedCollective& newest, double waited,
                                   Backoff& backoff);
-  std::optional<Fault> find_mismatch(const ExpectedCollective& expected, double waited) const;
+  std::optional<Fault> find_mismatch(const ExpectedCollective& expected, double waited,
+                                     bool any_order) const;
   std::optional<Fault> find_lone_gather(const ExpectedCollective& expected, double waited) const;
   std::optional<Fault> find_overdue(const ExpectedCollective& expected, double waited,
                                     Backoff& backoff);

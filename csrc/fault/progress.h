@@ -45,21 +45,23 @@ struct ProgressSnapshot {
   int64_t kinds = 0;   // see Kinds
 };
 
-// How many of a rank's first collectives are of which kind. Packed into one word, so that a reader
-// never sees numbers of different moments. The last two count on from 0 after 65,535.
+// How many of a rank's first collectives are of which kind, and which they are. Packed into one word,
+// so that a reader never sees numbers of different moments. All count on from 0 where they overflow.
 struct Kinds {
-  uint32_t issued = 0;       // collectives, of which
-  uint16_t evaluations = 0;  // belong to forwards without gradients of parameters that are trained
-  uint16_t backwards = 0;    // belong to backwards
+  uint32_t issued = 0;      // 24 bits: collectives, of which
+  uint8_t evaluations = 0;  // belong to forwards without gradients of parameters that are trained
+  uint8_t backwards = 0;    // belong to backwards
+  uint32_t digest = 0;      // 24 bits: of what they are about, in their order
 
+  static constexpr uint32_t kMask = 0xFFFFFF;
   static Kinds of(int64_t word) {
     const auto bits = static_cast<uint64_t>(word);
-    return {static_cast<uint32_t>(bits >> 32U), static_cast<uint16_t>(bits >> 16U),
-            static_cast<uint16_t>(bits)};
+    return {static_cast<uint32_t>(bits >> 40U), static_cast<uint8_t>(bits >> 32U),
+            static_cast<uint8_t>(bits >> 24U), static_cast<uint32_t>(bits) & kMask};
   }
   int64_t word() const {
-    return static_cast<int64_t>(uint64_t{issued} << 32U | uint64_t{evaluations} << 16U |
-                                uint64_t{backwards});
+    return static_cast<int64_t>(uint64_t{issued} << 40U | uint64_t{evaluations} << 32U |
+                                uint64_t{backwards} << 24U | digest);
   }
 };
 
@@ -99,17 +101,20 @@ class Progress {
   void sent(int64_t buckets) {
     reach(Phase::kBackward);  // again, if it has waited for an earlier one
     set(kBucket, buckets);
-    issue_of_kind(/*evaluates=*/false, /*in_backward=*/true);
+    issue_of_kind(/*evaluates=*/false, /*in_backward=*/true, /*about=*/0);
   }
   void issue() { set(kIssued, get(kIssued) + 1); }
   // Counts a collective by its kind, too: in a forward that evaluates, in a backward, or neither.
-  void issue_of_kind(bool evaluates, bool in_backward) {
+  // `about`: a number of what it is, the same on all ranks.
+  void issue_of_kind(bool evaluates, bool in_backward, int64_t about) {
     issue();
     if (restarted_) return;
     Kinds kinds = Kinds::of(get(kKinds));
-    ++kinds.issued;
-    kinds.evaluations = static_cast<uint16_t>(kinds.evaluations + (evaluates ? 1 : 0));
-    kinds.backwards = static_cast<uint16_t>(kinds.backwards + (in_backward ? 1 : 0));
+    kinds.issued = (kinds.issued + 1) & Kinds::kMask;
+    kinds.evaluations = static_cast<uint8_t>(kinds.evaluations + (evaluates ? 1 : 0));
+    kinds.backwards = static_cast<uint8_t>(kinds.backwards + (in_backward ? 1 : 0));
+    // Multiplicative hashing: Knuth, The Art of Computer Programming, vol. 3, section 6.4.
+    kinds.digest = (kinds.digest * 10368889U + static_cast<uint32_t>(about)) & Kinds::kMask;
     history_[kinds.issued % kHistory].store(kinds.word(), std::memory_order_relaxed);
     set(kKinds, kinds.word());
   }

@@ -39,9 +39,9 @@ void UnitLog::end_work() {
   log_.count_steps(++steps_);
 }
 
-int64_t UnitLog::issue(Direction direction) {
+int64_t UnitLog::issue(Direction direction, int64_t unit) {
   reduced_ = reduced_ || direction == Direction::kReduce;
-  progress()->issue_of_kind(evaluates_, in_backward_);
+  progress()->issue_of_kind(evaluates_, in_backward_, 3 * unit + static_cast<int64_t>(direction));
   return progress()->issued();
 }
 
@@ -55,9 +55,10 @@ void UnitPeers::join(std::shared_ptr<UnitLog> log, std::shared_ptr<FaultWatch> f
 
 Transfer::Transfer(std::shared_ptr<UnitPeers> peers, std::shared_ptr<const UnitName> unit,
                    Direction direction, int64_t bytes)
-    : peers_(std::move(peers)), what_{std::move(unit), direction, peers_->watched_as()} {
+    : peers_(std::move(peers)),
+      what_{std::move(unit), direction, peers_->watched_as(), !peers_->device().is_cpu()} {
   if (peers_->faults() != nullptr) peers_->faults()->check_agreement();
-  what_.issued = peers_->log().issue(direction);
+  what_.issued = peers_->log().issue(direction, what_.unit->number);
   UnitStats& stats = peers_->stats;
   switch (direction) {
     case Direction::kGather:
@@ -150,6 +151,7 @@ ExpectedCollective Transfer::What::expected() const {
   result.parameters = unit->parameters;
   result.joins = false;
   result.sharded = direction != Direction::kSum;
+  result.in_order = in_order;
   return result;
 }
 

@@ -58,7 +58,7 @@ class UnitLog {
 
   // Counts one more collective of all units, in the order that all ranks have in common. Returns
   // their number.
-  int64_t issue(Direction direction);
+  int64_t issue(Direction direction, int64_t unit);
   const StepLog& marks() const { return log_; }
   const std::shared_ptr<Progress>& progress() const { return log_.progress(); }
 
@@ -136,7 +136,8 @@ class Transfer {
   struct What {
     std::shared_ptr<const UnitName> unit;
     Direction direction;
-    size_t model;  // as the fault watch numbers them
+    size_t model;   // as the fault watch numbers them
+    bool in_order;  // see ExpectedCollective
     int64_t issued = 0;
     ProgressSnapshot before{};  // the model's progress when the wait began
 

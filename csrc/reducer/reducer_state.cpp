@@ -283,7 +283,7 @@ int64_t Reducer::start_gather(const at::Tensor& flat) {
   const auto mine = ops::SlotLayout::run(routes_.group->rank() * region, region);
   const auto part = ops::view_of(flat, mine, flat.scalar_type());
   gathers_.push_back(routes_.shards->all_gather(flat, part));
-  log_.progress()->issue_of_kind(/*evaluates=*/false, /*in_backward=*/false);
+  log_.progress()->issue_of_kind(/*evaluates=*/false, /*in_backward=*/false, /*about=*/0);
   const int64_t bytes = region * static_cast<int64_t>(flat.itemsize());
   ++stats_.collectives;
   stats_.bytes += ranks * bytes;

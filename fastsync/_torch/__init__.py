@@ -9,6 +9,7 @@ from fastsync._torch.composable import is_replicated, register_sharded
 from fastsync._torch.dtensors import (
     DTensorSpec,
     cut_like,
+    draw_as_unsharded,
     even_numel,
     is_dtensor,
     local_gradient,
@@ -123,6 +124,7 @@ __all__ = [
     "creation_number",
     "cut_like",
     "default_group",
+    "draw_as_unsharded",
     "even_numel",
     "find_tensors",
     "first_state",

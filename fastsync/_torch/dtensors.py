@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.utils.dlpack import from_dlpack
 __all__ = [
     "DTensorSpec",
     "cut_like",
+    "draw_as_unsharded",
     "even_numel",
     "is_dtensor",
     "local_gradient",
@@ -165,6 +166,45 @@ def cut_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
             mine = spec.mesh.get_local_rank(dim)
             local = parts[mine] if mine < len(parts) else local.narrow(placement.dim, 0, 0)
     return make_dtensor(local.detach().clone().contiguous(), with_dtype(spec, whole.dtype))
+
+
+# Operators that draw random numbers of which nothing but the sizes of a tensor depends.
+_DRAWS = (
+    torch.ops.aten.bernoulli_.float,
+    torch.ops.aten.normal_.default,
+    torch.ops.aten.rand_like.default,
+    torch.ops.aten.randint_like.default,
+    torch.ops.aten.randint_like.low_dtype,
+    torch.ops.aten.randn_like.default,
+    torch.ops.aten.uniform_.default,
+)
+
+
+def draw_as_unsharded() -> None:
+    """Give DTensors on the CPU the random numbers of an unsharded tensor.
+
+    Torch draws each part from its rank's generator there: equal seeds give all parts the same
+    numbers, and parts of unequal sizes leave the generators apart. Here each rank draws numbers for
+    the whole tensor and keeps its own. On other devices DTensors make generators agree themselves.
+    """
+    handlers = cast("dict[object, object]", DTensor._op_dispatcher._custom_op_handlers)
+
+    def draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        tensor, local, spec = args[0], local_of(args[0]), spec_of(args[0])
+        if local.device.type != "cpu" or any(p.is_partial() for p in spec.placements):
+            del handlers[op]
+            try:
+                return op(*args, **kwargs)
+            finally:
+                handlers[op] = draw
+        whole = torch.empty_strided(spec.shape, spec.stride, dtype=local.dtype)
+        drawn = cut_like(op(whole, *args[1:], **kwargs), tensor)
+        if not op._schema.is_mutable:
+            return drawn
+        local.copy_(local_of(drawn))
+        return tensor
+
+    handlers.update(dict.fromkeys(_DRAWS, draw))
 
 
 def local_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

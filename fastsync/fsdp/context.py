@@ -26,6 +26,7 @@ from fastsync.fsdp.loaded_state import LoadedStates
 from fastsync.fsdp.local_steps import LocalSteps
 from fastsync.fsdp.memory_budget import NO_MARK, fits
 from fastsync.fsdp.param_group import Unit
+from fastsync.fsdp.sharded_param import OWNER
 from fastsync.reducer import core
 from fastsync.reducer.mean_weights import MeanWeights, Number
 from fastsync.reducer.optimizer_hooks import Arguments, StepWatcher, params_of, watch_steps
@@ -209,6 +210,14 @@ class Context(StepWatcher, Generic[S]):
         Raises:
             RuntimeError: the optimizer holds such a parameter.
         """
+        for param in params_of(optimizer):
+            owner = getattr(param, OWNER, None)
+            if owner is not None and owner[0]() is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} holds parameter {owner[1].name!r} as it was "
+                    "before fully_shard(), which the model no longer uses; make the optimizer "
+                    "after fully_shard(), from model.parameters()"
+                )
         self._check_held(set(map(id, params_of(optimizer))))
 
     def replaces(self, optimizer: Optimizer) -> bool:

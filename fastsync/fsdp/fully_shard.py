@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from fastsync._torch import (
+    draw_as_unsharded,
     is_registered,
     is_replicated,
     local_of,
@@ -36,7 +37,7 @@ from fastsync.fsdp.module_hooks import State, state_of
 from fastsync.fsdp.param_group import Unit
 from fastsync.fsdp.registrations import watch_registrations
 from fastsync.fsdp.shard_layout import Shape
-from fastsync.fsdp.sharded_param import Home, ShardedParam, find_homes
+from fastsync.fsdp.sharded_param import OWNER, Home, ShardedParam, find_homes
 from fastsync.reducer.monitor import expect_watch
 from fastsync.reducer.tied_parameters import Memories, check_untied
 from fastsync.wire.formats import Choice, Wire, make_codec
@@ -46,8 +47,6 @@ __all__ = ["fully_shard"]
 
 T = TypeVar("T", bound=nn.Module | Sequence[nn.Module])
 PlacementFn = Callable[[nn.Parameter], Shard | None]
-# On a parameter that is shared: its unit and member, for modules outside that are tied to it.
-_OWNER = "_fastsync_owner"
 # Of parameters that have been sharded, where another tensor keeps it.
 _memories = Memories()
 
@@ -120,8 +119,9 @@ def fully_shard(
         unit.switches.reshard_after_forward = reshard is not False
         unit.switches.reshard_to = None if isinstance(reshard, bool) else reshard
         for param, member in zip(own, members, strict=True):
-            setattr(param, _OWNER, (weakref.ref(unit), member))
+            setattr(param, OWNER, (weakref.ref(unit), member))
     watch_registrations()
+    draw_as_unsharded()
     state = State(modules, unit, mixed, reshard_after_forward is None, tied)  # the modules hold it
     state.ignored = tuple(ignored_params or ())
     for each in modules:
@@ -132,7 +132,7 @@ def fully_shard(
 
 def _check_untied(kind: str, params: dict[str, nn.Parameter]) -> None:
     """Refuse parameters of a module of class `kind` that share memory with others."""
-    fresh = ((n, _local(p)) for n, p in params.items() if getattr(p, _OWNER, None) is None)
+    fresh = ((n, _local(p)) for n, p in params.items() if getattr(p, OWNER, None) is None)
     named = ((f"{name} of {kind}", local) for name, local in fresh)
     check_untied(named, "or put both into ignored_params", _memories)
 
@@ -237,7 +237,7 @@ def _cut(
     Raises:
         ValueError, NotImplementedError: it cannot be.
     """
-    if getattr(param, _OWNER, None) is not None:
+    if getattr(param, OWNER, None) is not None:
         return None
     if param.ndim == 0:
         raise ValueError(
@@ -313,7 +313,7 @@ def _split_tied(
     own: list[nn.Parameter] = []
     tied: dict[int, Unit] = {}
     for name, param in params.items():
-        owner = cast("tuple[weakref.ref[Unit], ShardedParam] | None", getattr(param, _OWNER, None))
+        owner = cast("tuple[weakref.ref[Unit], ShardedParam] | None", getattr(param, OWNER, None))
         if owner is None:
             own.append(param)
             continue

@@ -28,7 +28,11 @@ from fastsync.fsdp.registrations import unnoticed
 from fastsync.fsdp.shard_layout import Shape
 from fastsync.reducer import core
 
-__all__ = ["Home", "ShardedParam", "find_homes"]
+__all__ = ["OWNER", "Home", "ShardedParam", "find_homes"]
+
+# Attribute of a parameter that shards have replaced: its unit and member, for modules outside that
+# are tied to it and for optimizers that still hold it.
+OWNER = "_fastsync_owner"
 
 
 @dataclass(frozen=True)

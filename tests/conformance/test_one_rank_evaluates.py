@@ -1,5 +1,5 @@
-"""A forward without gradients, or without its backward, on some ranks only: an error, or what every
-rank may do.
+"""A forward without gradients, without its backward, or of other layers on some ranks only: an
+error, or what every rank may do.
 """
 
 import os
@@ -7,8 +7,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+import fastsync
 from tests.conformance.stages import (
     SHARDED_PARAMETERS,
     STAGES,
@@ -52,6 +54,53 @@ def test_one_rank_that_evaluates_is_an_error_on_every_rank(who, world, stage):
         assert "have every rank evaluate" in raised
         assert "full_state_dict=True" in raised
         assert unchanged
+
+
+class Branches(nn.Module):
+    """A model of which each forward runs one of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(5, 7), nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x, left):
+        return self.head(torch.tanh((self.left if left else self.right)(x)))
+
+
+def ranks_run_other_layers(rank, world, chosen_together):
+    """Train with a layer that every second step chooses by rank. Return the error, or weights."""
+    os.environ["FASTSYNC_STALL_WARN"] = "0.5"
+    model = net(Branches)
+    if chosen_together:
+        fastsync.fully_shard([model.left, model.right])
+    model = STAGES["fully_shard"](model) if not chosen_together else fastsync.fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    before = {}
+    try:
+        for step in range(4):
+            before = {name: param.to_local().clone() for name, param in model.named_parameters()}
+            optimizer.zero_grad()
+            loss_of(model(batch(rank, step), left=step % 2 == 0 or rank == 0)).backward()
+            optimizer.step()
+    except Exception as error:
+        kept = {n: torch.equal(before[n], p.to_local()) for n, p in model.named_parameters()}
+        return f"{type(error).__name__}: {error}", all(kept.values())
+    return full(model)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_run_other_layers_are_an_error_on_every_rank(world):
+    for raised, unchanged in run_ranks(ranks_run_other_layers, world, False, timeout=40.0):
+        assert "run different modules, or in another order" in raised, raised
+        assert "unit 'left'" in raised or "unit 'right'" in raised
+        assert "fully_shard([a, b])" in raised
+        assert unchanged
+
+
+def test_the_remedy_for_ranks_that_run_other_layers():
+    mine, other = run_ranks(ranks_run_other_layers, 2, True, timeout=40.0)
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
 def one_gathers_a_tensor(who, rank, world, stage):

@@ -402,5 +402,9 @@ MADE_BEFORE = {
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "fully_shard"])
 @pytest.mark.parametrize("name", MADE_BEFORE)
 def test_an_optimizer_that_has_a_state_before_wrapping(name, stage):
-    """fully_shard() makes other parameters, which such an optimizer does not have."""
     check(made_before, stage, *MADE_BEFORE[name])
+
+
+def test_an_optimizer_from_before_fully_shard_is_an_error():
+    names = r"AdamW holds parameter 'first.weight' as it was before fully_shard\(\)"
+    check(made_before, "fully_shard", "AdamW", 0, {}, error=names)
