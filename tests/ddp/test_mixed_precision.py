@@ -399,18 +399,12 @@ def test_pickling_and_copying():
     assert run_ranks(pickled, 2) == [True, True]
 
 
-def with_a_hook(rank, world):
-    with pytest.raises(
-        ValueError, match="of mixed_precision does not go with a communication hook"
-    ):
-        FastDDP(net(), mixed_precision=HALF).register_comm_hook(None, lambda state, bucket: None)
-    with pytest.raises(ValueError, match="both choose what gradients travel as"):
-        FastDDP(net(), mixed_precision=HALF, wire="bf16")
+def with_fp64(rank, world):
     with pytest.raises(ValueError, match=r"param_dtype of mixed_precision is torch\.float64"):
         FastDDP(net(), mixed_precision=_MixedPrecision(torch.float64))
     with pytest.raises(ValueError, match=r"cannot reduce parameters of float64, as 'weight' is"):
         FastDDP(nn.Linear(2, 2).double(), mixed_precision=HALF)
 
 
-def test_what_does_not_go_together():
-    run_ranks(with_a_hook, 2)
+def test_what_cannot_be_narrowed():
+    run_ranks(with_fp64, 2)
