@@ -217,26 +217,6 @@ def test_parameters_are_in_full_precision_outside_of_forward_and_backward():
         assert [when for when, fine in facts if not fine] == []
 
 
-def two_forwards(rank, world, views):
-    options = {"gradient_as_bucket_view": views, "broadcast_buffers": False}
-    wrapped = FastDDP(net(), mixed_precision=WIDE_REDUCE, **options)
-    losses = [wrapped(image(rank, step)).square().mean() for step in range(2)]
-    losses[0].backward()
-    first = [p.grad.clone() for p in trained(wrapped)]
-    wrapped.zero_grad()
-    losses[1].backward()
-    return first, [p.grad.clone() for p in trained(wrapped)]
-
-
-@pytest.mark.slow("False")
-@pytest.mark.parametrize("views", [True, False])
-def test_two_forwards_and_their_backwards(views):
-    one, other = run_ranks(two_forwards, 2, views)
-    assert all(map(torch.equal, one[0], other[0]))
-    assert all(map(torch.equal, one[1], other[1]))
-    assert not torch.equal(one[0][0], one[1][0])
-
-
 class Checkpointed(nn.Module):
     def __init__(self, reentrant):
         super().__init__()
