@@ -10,7 +10,7 @@ from tests.helpers import models
 from tests.helpers.models import batch, build, differences, grads, loss_of, state, wrap
 from tests.helpers.teams import run_ranks
 
-STEPS = 50
+STEPS = 20
 
 
 def train(
