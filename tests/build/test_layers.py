@@ -202,9 +202,17 @@ def test_the_environment_is_read_in_two_places():
 
 
 def python_functions(path):
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.name, node.end_lineno - node.lineno + 1, node
+    """Tell functions by their indentation: parsing every file takes fifty times as long."""
+    inside, last = [], 0
+    for number, line in enumerate([*path.read_text().splitlines(), "end"]):
+        text = line.lstrip()
+        indent = len(line) - len(text)
+        while text and text[0] not in ")]}" and inside and indent <= inside[-1][0]:
+            _, start, name = inside.pop()
+            yield name, last - start + 1
+        if defined := re.match(r"(?:async )?def (\w+)", text):
+            inside.append((indent, number, defined[1]))
+        last = number if text else last
 
 
 def cpp_functions(path):
@@ -221,9 +229,7 @@ def cpp_functions(path):
 
 def functions(path):
     """Return names and lengths of a file's functions."""
-    if path.suffix == ".py":
-        return [(name, size) for name, size, _ in python_functions(path)]
-    return list(cpp_functions(path))
+    return list(python_functions(path) if path.suffix == ".py" else cpp_functions(path))
 
 
 def test_no_function_grows_too_long():

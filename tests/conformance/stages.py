@@ -75,6 +75,17 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.norm(self.first(x))))
 
 
+class Boxed(nn.Module):
+    """With `fully_shard` the model in the box is one unit, and not the root."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.net = make()
+
+    def forward(self, x):
+        return self.net(x)
+
+
 def net(make=Net, seed=0):
     """Return a model with the same weights on every rank."""
     torch.manual_seed(seed)
@@ -91,12 +102,23 @@ def loss_of(output):
     return output.square().mean()
 
 
-def train(model, optimizer, rank, steps=range(3)):
+def usual_loss(model, x):
+    return loss_of(model(x))
+
+
+def train(model, optimizer, rank, steps=range(3), loss=usual_loss):
     """Make a step of the optimizer with the batch of each of these numbers."""
     for step in steps:
         optimizer.zero_grad()
-        loss_of(model(batch(rank, step))).backward()
+        loss(model, batch(rank, step)).backward()
         optimizer.step()
+
+
+def trained(wrap, rank, make=Net, loss=usual_loss, steps=3):
+    """Return what a training with `loss(model, batch)` leaves."""
+    model = wrap(net(make))
+    train(model, torch.optim.SGD(model.parameters(), 0.1), rank, range(steps), loss)
+    return full(model)
 
 
 def full(model):

@@ -206,14 +206,7 @@ def swaps_tensors_or_halves(wrap, rank):
             else:
                 param.data.mul_(0.5)
 
-    model = wrap(net())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model(batch(rank, step))).backward()
-        optimizer.step()
-        write(model)
-    return {**full(model), "output": model(batch(7, 0)).detach().clone()}
+    return train(wrap, rank, write)
 
 
 def replaces_a_parameter(wrap, rank):

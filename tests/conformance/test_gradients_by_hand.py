@@ -83,62 +83,34 @@ RESETS = [
 ]
 
 
-def between_forward_and_backward(wrap, rank, reset):
+PLACES = {
+    "between forward and backward": RESETS,
+    # The gradients of a first backward are there while the second forward has run.
+    "between two forwards": [resets_by_hand, zeroes_the_module, scales_by_hand, sets_at_the_module],
+    "after a backward": [resets_by_hand, resets_a_layer, scales_by_hand],
+}
+CASES = [(place, reset) for place, resets in PLACES.items() for reset in resets]
+
+
+def trains(wrap, rank, place, reset):
     model = wrap(net())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(4):
+        if place != "between forward and backward":
+            optimizer.zero_grad()
+            loss_of(model(batch(rank, step + 10))).backward()
+        if place == "after a backward":
+            reset(model, optimizer)
         loss = loss_of(model(batch(rank, step)))
-        reset(model, optimizer)
+        if place != "after a backward":
+            reset(model, optimizer)
         loss.backward()
-        optimizer.step()
-    return full(model)
-
-
-def between_two_forwards(wrap, rank, reset):
-    """The gradients of the first backward are there while the second forward has run."""
-    model = wrap(net())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model(batch(rank, 2 * step))).backward()
-        loss = loss_of(model(batch(rank, 2 * step + 1)))
-        reset(model, optimizer)
-        loss.backward()
-        optimizer.step()
-    return full(model)
-
-
-def after_backward(wrap, rank, reset):
-    """Between backward and step."""
-    model = wrap(net())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model(batch(rank, step))).backward()
-        reset(model, optimizer)
-        loss_of(model(batch(rank, step))).backward()
         optimizer.step()
     return full(model)
 
 
 @pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", [*STAGES, *LAYOUTS])
-@pytest.mark.parametrize("reset", RESETS)
-def test_between_forward_and_backward(stage, reset):
-    check(between_forward_and_backward, stage, reset)
-
-
-@pytest.mark.slow(turns="stage")
-@pytest.mark.parametrize("stage", [*STAGES, *LAYOUTS])
-@pytest.mark.parametrize(
-    "reset", [resets_by_hand, zeroes_the_module, scales_by_hand, sets_at_the_module]
-)
-def test_between_two_forwards(stage, reset):
-    check(between_two_forwards, stage, reset)
-
-
-@pytest.mark.slow(turns="stage")
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("reset", [resets_by_hand, resets_a_layer, scales_by_hand])
-def test_after_backward(stage, reset):
-    check(after_backward, stage, reset)
+@pytest.mark.parametrize(("place", "reset"), CASES)
+def test_gradients_are_what_a_script_makes_them(stage, place, reset):
+    check(trains, stage, place, reset)

@@ -10,6 +10,7 @@ from tests.conformance.stages import (
     LAYOUTS,
     SHARDED_PARAMETERS,
     STAGES,
+    Boxed,
     Net,
     batch,
     check,
@@ -17,6 +18,7 @@ from tests.conformance.stages import (
     loss_of,
     net,
     not_under_ddp,
+    trained,
 )
 
 
@@ -61,35 +63,16 @@ class TwoHeads(Net):
         return self.head(self.norm(smooth(self.back(once)))) + once
 
 
-class Boxed(nn.Module):
-    def __init__(self, make):
-        super().__init__()
-        self.net = make()
-
-    def forward(self, x):
-        return self.net(x)
-
-
-def train(wrap, rank, make, loss, steps=3):
-    model = wrap(net(make))
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss(model, batch(rank, step)).backward()
-        optimizer.step()
-    return full(model)
-
-
 def derivative_within_forward(wrap, rank):
-    return train(wrap, rank, Forces, lambda model, x: model(x))
+    return trained(wrap, rank, Forces, lambda model, x: model(x))
 
 
 def derivative_of_a_unit_within_forward(wrap, rank):
-    return train(wrap, rank, lambda: Boxed(Forces), lambda model, x: model(x))
+    return trained(wrap, rank, lambda: Boxed(Forces), lambda model, x: model(x))
 
 
 def first_order_derivative_within_forward(wrap, rank):
-    return train(wrap, rank, FirstOrder, lambda model, x: loss_of(model(x)))
+    return trained(wrap, rank, FirstOrder, lambda model, x: loss_of(model(x)))
 
 
 def gradient_penalty(wrap, rank):
@@ -103,7 +86,7 @@ def gradient_penalty(wrap, rank):
         (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
         return loss_of(output) + (slope.norm(dim=1) - 1.0).square().mean()
 
-    return train(wrap, rank, Net, loss)
+    return trained(wrap, rank, Net, loss)
 
 
 def gradient_penalty_by_two_forwards(wrap, rank):
@@ -115,11 +98,11 @@ def gradient_penalty_by_two_forwards(wrap, rank):
         (slope,) = torch.autograd.grad(model(fake).sum(), fake, create_graph=True)
         return loss_of(output) + slope.square().mean()
 
-    return train(wrap, rank, Net, loss)
+    return trained(wrap, rank, Net, loss)
 
 
 def uses_a_head_twice(wrap, rank):
-    return train(wrap, rank, TwoHeads, lambda model, x: loss_of(model(x)))
+    return trained(wrap, rank, TwoHeads, lambda model, x: loss_of(model(x)))
 
 
 def first_order_gradients_outside(wrap, rank):
@@ -131,7 +114,7 @@ def first_order_gradients_outside(wrap, rank):
         (slope,) = torch.autograd.grad(loss_of(output), x, retain_graph=True)
         return loss_of(output) * (1.0 + slope.norm().detach())
 
-    return train(wrap, rank, Net, loss)
+    return trained(wrap, rank, Net, loss)
 
 
 @pytest.mark.slow(turns="stage")
@@ -187,13 +170,13 @@ def a_group_used_twice(wrap, rank):
     """`fully_shard([norm, head])`, where the head runs twice in one forward."""
     probe = wrap(nn.Linear(1, 1))
     if type(probe) is DistributedDataParallel:
-        return train(wrap, rank, TwoHeads, lambda model, x: loss_of(model(x)))
+        return trained(wrap, rank, TwoHeads, lambda model, x: loss_of(model(x)))
 
     def shard(module):
         fastsync.fully_shard([module.norm, module.head])
         return fastsync.fully_shard(module)
 
-    return train(shard, rank, TwoHeads, lambda model, x: loss_of(model(x)))
+    return trained(shard, rank, TwoHeads, lambda model, x: loss_of(model(x)))
 
 
 def test_a_group_used_twice():
@@ -246,14 +229,6 @@ def replaces_a_layer(wrap, rank):
     return full(model)
 
 
-def adds_a_layer(wrap, rank):
-    model = wrap(net())
-    loss_of(model(batch(rank, 0))).backward()
-    inner(model).adapter = nn.Linear(7, 3)
-    loss_of(model(batch(rank, 1))).backward()
-    return full(model)
-
-
 def adds_a_parameter(wrap, rank):
     model = wrap(net())
     loss_of(model(batch(rank, 0))).backward()
@@ -277,10 +252,10 @@ def replaces_a_layer_past_setattr(wrap, rank):
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 @pytest.mark.parametrize(
     "script",
-    [replaces_a_layer, adds_a_layer, adds_a_parameter, replaces_a_layer_past_setattr],
+    [replaces_a_layer, adds_a_parameter, replaces_a_layer_past_setattr],
 )
 def test_changed_layers_are_an_error(stage, script):
-    error = "parameter '.*(head.weight|adapter.weight|scale)' .* not synchronised"
+    error = "parameter '.*(head.weight|scale)' .* not synchronised"
     check(not_under_ddp, stage, script, error=error)
 
 
@@ -298,44 +273,3 @@ def removes_and_freezes(wrap, rank):
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_layers_that_are_removed_or_frozen(stage):
     check(not_under_ddp, stage, removes_and_freezes)
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("as a lack of memory would")
-
-
-class FailsOnce(Net):
-    """The backward of the second step fails half-way."""
-
-    steps = 0
-
-    def forward(self, x):
-        self.steps += 1
-        hidden = self.norm(self.first(x))
-        return self.head(smooth(Fails.apply(hidden) if self.steps == 2 else hidden))
-
-
-def goes_on_after_a_backward_that_failed(wrap, rank):
-    model = wrap(net(FailsOnce))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss = loss_of(model(batch(rank, step)))
-        try:
-            loss.backward()
-        except ValueError:
-            continue
-        optimizer.step()
-    return full(model)
-
-
-@pytest.mark.slow(but=("fully_shard",))
-@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
-def test_goes_on_after_a_backward_that_failed(stage):
-    check(instead_of_ddp, stage, goes_on_after_a_backward_that_failed)

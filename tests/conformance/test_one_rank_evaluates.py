@@ -3,7 +3,6 @@ error, or what every rank may do.
 """
 
 import os
-from functools import partial
 
 import pytest
 import torch
@@ -29,31 +28,55 @@ def evaluate(model):
         return model(batch(9, 99))
 
 
-def one_evaluates(who, rank, world, stage):
-    """Return how the error of this rank reads, where rank `who` evaluates alone."""
+def apart(rank, world, stage, who, deed):
+    """Return the error of this rank, where rank `who` does something alone; is all as before?"""
+    os.environ["FASTSYNC_STALL_WARN"] = "0.5"
     model = STAGES[stage](net())
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     train(model, optimizer, rank, range(2))
     before = {name: param.to_local().clone() for name, param in model.named_parameters()}
     try:
         if rank == who:
-            evaluate(model)
-        train(model, optimizer, rank, range(2, 5))
+            deed(model)
+        train(model, optimizer, rank, range(3 if deed is forward and rank == who else 2, 5))
     except Exception as error:
+        if deed is full and rank != who:
+            full(model)  # only now, so that the other one comes back
         kept = {n: torch.equal(before[n], p.to_local()) for n, p in model.named_parameters()}
         return f"{type(error).__name__}: {error}", all(kept.values())
     return "", False
+
+
+def forward(model):
+    """Leave out a backward."""
+    loss_of(model(batch(0, 2)))
 
 
 @pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 @pytest.mark.parametrize(("who", "world"), [(0, 2), (1, 2), (0, 3)])
 def test_one_rank_that_evaluates_is_an_error_on_every_rank(who, world, stage):
-    for raised, unchanged in run_ranks(partial(one_evaluates, who), world, stage, timeout=40.0):
+    for raised, unchanged in run_ranks(apart, world, stage, who, evaluate, timeout=40.0):
         assert f"rank {who} evaluates while rank" in raised, raised
         assert "have every rank evaluate" in raised
         assert "full_state_dict=True" in raised
         assert unchanged
+
+
+@pytest.mark.slow(turns="stage")
+@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
+def test_one_rank_that_gathers_a_tensor_is_an_error_on_every_rank(stage):
+    for raised, _ in run_ranks(apart, 2, stage, 1, full, timeout=40.0):
+        assert "rank 1 gathers a whole tensor by full_tensor()" in raised, raised
+        assert "full_state_dict=True" in raised
+
+
+@pytest.mark.slow(but=("fully_shard",))
+@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
+def test_a_backward_that_a_rank_leaves_out_is_named_on_every_rank(stage):
+    for raised, _ in run_ranks(apart, 2, stage, 1, forward, timeout=40.0):
+        assert "rank 1 has left out a backward, or rank 0 has made one more" in raised, raised
+        assert "as many backwards" in raised
 
 
 class Branches(nn.Module):
@@ -71,9 +94,9 @@ def ranks_run_other_layers(rank, world, chosen_together):
     """Train with a layer that every second step chooses by rank. Return the error, or weights."""
     os.environ["FASTSYNC_STALL_WARN"] = "0.5"
     model = net(Branches)
-    if chosen_together:
-        fastsync.fully_shard([model.left, model.right])
-    model = STAGES["fully_shard"](model) if not chosen_together else fastsync.fully_shard(model)
+    for layers in [[model.left, model.right]] if chosen_together else model.children():
+        fastsync.fully_shard(layers)
+    fastsync.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     before = {}
     try:
@@ -101,57 +124,6 @@ def test_the_remedy_for_ranks_that_run_other_layers():
     mine, other = run_ranks(ranks_run_other_layers, 2, True, timeout=40.0)
     assert mine.keys() == other.keys()
     assert all(torch.equal(mine[name], other[name]) for name in mine)
-
-
-def one_gathers_a_tensor(who, rank, world, stage):
-    """Return how the error of this rank reads, where rank `who` calls full_tensor().
-
-    Others do so only after their error, so that it comes back.
-    """
-    os.environ["FASTSYNC_STALL_WARN"] = "0.5"
-    model = STAGES[stage](net())
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    train(model, optimizer, rank, range(2))
-    try:
-        if rank == who:
-            full(model)
-        train(model, optimizer, rank, range(2, 5))
-    except Exception as error:
-        if rank != who:
-            full(model)
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@pytest.mark.slow(turns="stage")
-@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
-def test_one_rank_that_gathers_a_tensor_is_an_error_on_every_rank(stage):
-    raised = run_ranks(partial(one_gathers_a_tensor, 1), 2, stage, timeout=40.0)
-    for said in raised:
-        assert "rank 1 gathers a whole tensor by full_tensor()" in said, said
-        assert "full_state_dict=True" in said
-
-
-def one_leaves_out(who, rank, world, stage):
-    """Return how the error of this rank reads, where rank `who` makes no backward of a forward."""
-    model = STAGES[stage](net())
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    train(model, optimizer, rank, range(2))
-    try:
-        if rank == who:
-            loss_of(model(batch(rank, 2)))
-        train(model, optimizer, rank, range(3 if rank == who else 2, 5))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@pytest.mark.slow(but=("fully_shard",))
-@pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
-def test_a_backward_that_a_rank_leaves_out_is_named_on_every_rank(stage):
-    for raised in run_ranks(partial(one_leaves_out, 1), 2, stage, timeout=40.0):
-        assert "rank 1 has left out a backward, or rank 0 has made one more" in raised, raised
-        assert "as many backwards" in raised
 
 
 def every_rank_evaluates(wrap, rank):

@@ -13,12 +13,14 @@ from tests.conformance.stages import (
     LAYOUTS,
     SHARDED_PARAMETERS,
     STAGES,
+    Boxed,
     Net,
     batch,
     check,
     full,
     loss_of,
     net,
+    trained,
 )
 
 
@@ -165,14 +167,9 @@ class Nested(Net):
         return torch.nested.as_nested_tensor([output[:1], output[1:]], layout=torch.strided)
 
 
-def train(wrap, rank, make, loss, steps=4):
-    model = wrap(net(make))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss(model, model(batch(rank, step))).backward()
-        optimizer.step()
-    return full(model)
+def train(wrap, rank, make, loss):
+    """Train with `loss(model, output)`."""
+    return trained(wrap, rank, make, lambda model, x: loss(model, model(x)), steps=4)
 
 
 def in_place_on_a_view(wrap, rank):
@@ -351,26 +348,9 @@ def test_hidden_from_hooks(stage, script):
     check(script, stage)
 
 
-class Boxed(nn.Module):
-    """With `fully_shard` the model in the box is one unit, and not the root."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.net = make()
-
-    def forward(self, x):
-        return self.net(x)
-
-
 def of_a_box(wrap, rank, name):
     make, loss = BOXES[name]
-    model = wrap(net(lambda: Boxed(make)))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss(model, model(batch(rank, step))).backward()
-        optimizer.step()
-    return full(model)
+    return train(wrap, rank, lambda: Boxed(make), loss)
 
 
 def of_the_last_column(_, output):

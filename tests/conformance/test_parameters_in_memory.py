@@ -278,31 +278,6 @@ def test_views_from_before_wrapping_stay_views(stage):
     check(keeps_views_from_before_wrapping, stage)
 
 
-def assigns_data(wrap, rank):
-    """Assign data, as when averages of weights are swapped in for an evaluation."""
-    model = wrap(net())
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    params = list(model.parameters())
-    results = {}
-    for step in range(5):
-        train(model, optimizer, rank, range(1))
-        if step in (1, 3):
-            kept = [p.data for p in params]
-            for p in params[:: step or 1]:
-                p.data = p.data * 0.5
-            results[f"loss {step}"] = loss_of(model(batch(0, step))).detach()
-            if step == 3:
-                for p, data in zip(params, kept, strict=True):
-                    p.data = data
-    return full(model) | results
-
-
-@pytest.mark.slow(but=("zero1-small", "zero2"))
-@pytest.mark.parametrize("stage", REPLICATED)
-def test_assigned_data_counts(stage):
-    check(assigns_data, stage)
-
-
 def homes(rank, world, keeper):
     """Return whether each bucket's parameters have moved, and whether weights are the same."""
     module = net()

@@ -1,6 +1,5 @@
 """Rank 0 alone calls `optimizer.state_dict()`, as most public scripts do when they save."""
 
-import copy
 import io
 import os
 import re
@@ -194,57 +193,6 @@ def saves_sparse(wrap, rank):
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2"])
 def test_rank_0_saves_sparse_momentum(stage):
     check(saves_sparse, stage, world=3)
-
-
-def resumes(wrap, rank):
-    """Resume from a file that rank 0 has written alone."""
-    model = wrap(net())
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    for step in range(3):
-        step_once(model, optimizer, rank, step)
-    content = [None]
-    if rank == 0:
-        file = io.BytesIO()
-        torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        content = [file.getvalue()]
-    dist.broadcast_object_list(content)
-    saved = torch.load(io.BytesIO(content[0]), weights_only=True)
-    other = net(seed=1)
-    other.load_state_dict(saved["model"])
-    model = wrap(other)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.5)
-    optimizer.load_state_dict(saved["optimizer"])
-    for step in range(3, 6):
-        step_once(model, optimizer, rank, step)
-    return full(model)
-
-
-@pytest.mark.slow(but=("zero1-small",))
-@pytest.mark.parametrize("stage", SAVED)
-def test_training_resumes_from_what_rank_0_has_saved(stage):
-    check(resumes, stage)
-
-
-def saves_after_loading(wrap, rank):
-    """Every rank loads a state; then rank 0 saves it, before any step."""
-    model = wrap(net())
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    for step in range(2):
-        step_once(model, optimizer, rank, step)
-    state = copy.deepcopy(optimizer.state_dict())
-    step_once(model, optimizer, rank, 2)
-    if rank == 1:
-        time.sleep(0.2)
-    optimizer.load_state_dict(state)
-    saved = values_of(optimizer.state_dict()) if rank == 0 else {}
-    step_once(model, optimizer, rank, 3)
-    return {**full(model), **saved}
-
-
-@pytest.mark.slow(but=("zero1-small",))
-@pytest.mark.parametrize("stage", SAVED)
-def test_rank_0_saves_a_state_that_all_have_loaded(stage):
-    check(saves_after_loading, stage)
 
 
 def saves_by_name(wrap, rank):

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fastsync
 from fastsync import integrations, replacing
 from fastsync.testing import run_ranks
-from tests.conformance.stages import batch, check, full, loss_of, net, train
+from tests.conformance.stages import full, net, train
 from tests.helpers.scripts import ROOT, environment
 
 
@@ -114,30 +114,3 @@ def test_the_command_gives_stage_3(tmp_path):
 
 
 # --- optimizers that were made, or have stepped, before the model is wrapped
-
-
-def adagrad(params):
-    return torch.optim.Adagrad(params, 0.1, initial_accumulator_value=0.2)
-
-
-def adamw(params):
-    return torch.optim.AdamW(params, 0.01)
-
-
-def wraps_later(make, steps, wrap, rank):
-    module = net()
-    optimizer = make(module.parameters())
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(module(batch(0, step))).backward()  # alike on every rank
-        optimizer.step()
-    optimizer.zero_grad()
-    model = wrap(module)
-    train(model, optimizer, rank, range(2, 5))
-    return full(model)
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("make", [adagrad, adamw])
-def test_stage_3_takes_over_an_optimizer_with_its_state(make, steps):
-    check(partial(wraps_later, make, steps), "zero3")

@@ -1,12 +1,14 @@
 """Hooks on parameters: of `register_hook` and `register_post_accumulate_grad_hook`."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from tests.conformance.stages import LAYOUTS, STAGES, batch, check, full, loss_of, net
+from tests.conformance.stages import LAYOUTS, STAGES, batch, check, full, loss_of, net, train
 
 
-def train(wrap, rank, before=None, after=None, steps=3):
+def trained(wrap, rank, before=None, after=None, steps=train):
     """Train with hooks that `before` registers on the bare model, and `after` on the wrapped.
 
     Each gets the model and a list for what hooks see, which is part of the result.
@@ -18,11 +20,7 @@ def train(wrap, rank, before=None, after=None, steps=3):
     model = wrap(model)
     if after is not None:
         after(model, seen)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss_of(model(batch(rank, step))).backward()
-        optimizer.step()
+    steps(model, torch.optim.SGD(model.parameters(), 0.1), rank)
     return {**full(model), **{f"seen {i}": each for i, each in enumerate(seen)}}
 
 
@@ -69,11 +67,11 @@ KINDS = [note, double, clip, drop_on_a_condition, several, change_in_place]
 
 
 def before_wrapping(wrap, rank, kind):
-    return train(wrap, rank, before=kind)
+    return trained(wrap, rank, before=kind)
 
 
 def after_wrapping(wrap, rank, kind):
-    return train(wrap, rank, after=kind)
+    return trained(wrap, rank, after=kind)
 
 
 @pytest.mark.slow(turns="stage")
@@ -109,22 +107,18 @@ def removed_after_a_step(wrap, rank):
     model = wrap(model)
     late = [param.register_hook(lambda grad: grad - 1.0) for param in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(4):
-        optimizer.zero_grad()
-        loss_of(model(batch(rank, step))).backward()
-        optimizer.step()
-        if step == 1:
-            for handle in early:
-                handle.remove()
-        if step == 2:
-            for handle in late:
-                handle.remove()
+    train(model, optimizer, rank, range(2))
+    for handle in early:
+        handle.remove()
+    train(model, optimizer, rank, range(2, 3))
+    for handle in late:
+        handle.remove()
+    train(model, optimizer, rank, range(3, 4))
     return full(model)
 
 
-def step_every_other_time(model, rank, backwards):
+def step_every_other_time(model, optimizer, rank, backwards=4):
     """Let every other backward add to what the one before has left."""
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(backwards):
         loss_of(model(batch(rank, step))).backward()
         if step % 2:
@@ -134,30 +128,25 @@ def step_every_other_time(model, rank, backwards):
 
 def while_accumulating(wrap, rank):
     """Hooks see the gradient of each backward alone."""
-    model, seen = wrap(net()), []
-    note(model, seen)
-    double(model, seen)
-    step_every_other_time(model, rank, 4)
-    return {**full(model), **{f"seen {i}": each for i, each in enumerate(seen)}}
+
+    def register(model, seen):
+        note(model, seen)
+        double(model, seen)
+
+    return trained(wrap, rank, after=register, steps=step_every_other_time)
 
 
 def inside_of_forward(wrap, rank):
     """On what the forward computes with, once."""
-    model = net()
-    seen = []
 
-    def register(module, *_):
-        handle.remove()
-        module.head.weight.register_hook(lambda grad: seen.append(grad.clone()))
+    def register(model, seen):
+        def first(module, *_):
+            handle.remove()
+            module.head.weight.register_hook(lambda grad: seen.append(grad.clone()))
 
-    handle = model.register_forward_pre_hook(register)
-    model = wrap(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model(batch(rank, step))).backward()
-        optimizer.step()
-    return {**full(model), **{f"seen {i}": each for i, each in enumerate(seen)}}
+        handle = model.register_forward_pre_hook(first)
+
+    return trained(wrap, rank, before=register)
 
 
 @pytest.mark.slow(turns="stage")
@@ -194,11 +183,8 @@ def test_post_accumulate_hooks(stage, script):
 
 def on_top_of_averages(wrap, rank):
     """Hooks see the sum of a backward and the averages of the one before, and scale it."""
-    model = net()
-    scale_what_is_accumulated(model, None)
-    model = wrap(model)
-    step_every_other_time(model, rank, 6)
-    return full(model)
+    steps = partial(step_every_other_time, backwards=6)
+    return trained(wrap, rank, before=scale_what_is_accumulated, steps=steps)
 
 
 @pytest.mark.slow(but=("zero1-small",))

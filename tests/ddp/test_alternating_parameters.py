@@ -109,35 +109,6 @@ def test_a_rank_that_trains_less_than_the_others():
     assert run_ranks(alone, 3) == [(True, STEPS)] * 3
 
 
-def replace(rank, world, how, options):
-    warnings.simplefilter("ignore")
-    model = FastDDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **options)
-    x = torch.full((2, 4), float(rank))
-    model(x).sum().backward()
-    if how == "assign":
-        model.module.load_state_dict(model.module.state_dict(), assign=True)
-        for param in model.module.parameters():
-            param.requires_grad_(True)
-    else:
-        model.module[1] = nn.Linear(4, 4)
-    model(x).sum().backward()
-    try:
-        model(x)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.slow(but=("layer-no unused",))
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": False}], ids=["", "no unused"])
-@pytest.mark.parametrize("how", ["assign", "layer"])
-def test_replaced_parameters_are_an_error(how, options):
-    for rank, text in enumerate(run_ranks(replace, 2, how, options)):
-        assert f"rank {rank}: parameter" in text
-        assert "1.weight" in text or "0.weight" in text
-        assert "another tensor than the one that was wrapped" in text
-
-
 class Words(nn.Module):
     def __init__(self):
         super().__init__()

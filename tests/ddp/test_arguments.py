@@ -1,10 +1,6 @@
 """Arguments that torch's own tests leave unchecked: bucket sizes, delayed parameters, nesting,
 pickles."""
 
-import dataclasses
-import io
-import pickle
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,15 +88,6 @@ def delayed(rank, world, names):
 
 def test_delayed_parameters():
     assert run_ranks(delayed, 2, ["2.weight", "3.weight", "3.bias"]) == [True, True]
-
-
-def deprecated(rank, world):
-    with pytest.warns(FutureWarning, match="check_reduction"):
-        FastDDP(layers(), check_reduction=True)
-
-
-def test_check_reduction_warns_as_in_ddp():
-    run_ranks(deprecated, 1)
 
 
 class Outer(nn.Module):
@@ -198,49 +185,6 @@ def test_join_with_another_joinable():
     assert totals == [4, 6], "two steps of both ranks, then two of one"
 
 
-def pickled(rank, world):
-    wrapped = FastDDP(layers(), bucket_cap_mb=0.001)
-    group = dist.new_group([0, 1])
-    with pytest.raises(RuntimeError, match="only supported when using DDP with the default"):
-        pickle.dumps(FastDDP(layers(), process_group=group))
-    stream = io.BytesIO()
-    torch.save(wrapped, stream)
-    stream.seek(0)
-    again = torch.load(stream, weights_only=False)
-    for model in (wrapped, again):
-        model(rows(rank, 0)).square().sum().backward()
-    return (
-        equal(gradients(wrapped), gradients(again)),
-        len(again.sync_stats()["buckets"]) == len(wrapped.sync_stats()["buckets"]) > 1,
-        all(name.startswith("module.") for name in again.state_dict()),
-    )
-
-
-def test_pickling():
-    assert run_ranks(pickled, 2) == [(True, True, True)] * 2
-
-
-def second_order(rank, world):
-    """A gradient penalty: the gradient of the inputs' gradient."""
-    results = []
-    for cls in BOTH:
-        wrapped = cls(nn.Sequential(layers(2), nn.Tanh(), layers(1)))
-        steps = []
-        for step in range(2):
-            x = rows(rank, step).requires_grad_()
-            wrapped.zero_grad()
-            out = wrapped(x).sum()
-            (slope,) = torch.autograd.grad(out, x, create_graph=True)
-            (out + slope.square().sum()).backward()
-            steps += [g.clone() for g in gradients(wrapped)]
-        results.append(steps)
-    return equal(*results)
-
-
-def test_gradients_of_gradients():
-    assert run_ranks(second_order, 2) == [True, True]
-
-
 # --- Policies: what is accepted and what it becomes
 
 
@@ -300,8 +244,3 @@ def test_wrong_policies():
             BucketPolicy(caps)
     with pytest.raises(ValueError, match=r"'fp4'.*'fp32'.*'bf16'.*'fp16'"):
         SyncPolicy(wire=Wire("fp4"))
-
-
-def test_policies_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SyncPolicy().wire = Wire("bf16")

@@ -247,19 +247,6 @@ class Branching(nn.Module):
         return self.branches[which](x)
 
 
-def unused_with_hook(rank, world):
-    wrapped = FastDDP(Branching(), find_unused_parameters=True)
-    wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
-    wrapped(torch.ones(2, 4), rank).sum().backward()
-    used = [p.grad is not None for p in wrapped.parameters()]
-    first = wrapped.module.branches[0].bias.grad
-    return used == [True] * 4 + [False] * 2 and bool((first == 1.0).all())
-
-
-def test_unused_parameters_under_a_hook():
-    assert all(run_ranks(unused_with_hook, 2))
-
-
 def failing_now_and_then(rank, world):
     """Return what each step's biases got; ranks use other branches, and the sums of some steps
     fail.

@@ -2,7 +2,6 @@
 
 import warnings
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -114,19 +113,3 @@ def helpers(rank, world):
 def test_helpers_answer_as_ddps():
     for found in run_ranks(helpers, 2):
         assert all(found), found
-
-
-def unpaired(rank, world):
-    texts = []
-    for kind in ("fast", "torch"):
-        model = Skipping()
-        named = list(model.named_parameters())
-        with pytest.raises(ValueError) as caught:
-            wrap(kind, model, delay_all_reduce_named_params=named[:1])
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_delay_needs_both_arguments():
-    for ours, theirs in run_ranks(unpaired, 2):
-        assert ours == theirs

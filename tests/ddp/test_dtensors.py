@@ -22,7 +22,7 @@ from tests.helpers import parallel_models
 from tests.helpers.parallel_models import Experts
 from tests.helpers.teams import run_ranks
 
-STEPS = 50
+STEPS = 20
 
 
 class Net(nn.Module):

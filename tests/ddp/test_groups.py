@@ -16,7 +16,7 @@ from tests.helpers.parallel_models import (
 )
 from tests.helpers.teams import run_ranks
 
-STEPS = 50
+STEPS = 20
 
 
 def optimizer_of(model):
@@ -322,6 +322,7 @@ def clip(rank, world, norm_type, dtype):
     return norms, grads_of(net)
 
 
+@pytest.mark.slow(but=("2.0-dtype0",))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_a_norm_counts_each_parameter_once(norm_type, dtype):
@@ -453,15 +454,21 @@ def foreign_module(net, rank, replica, part):
     return {nn.Linear(4, 4): part}
 
 
-def mistake(rank, world, make):
-    """Return the error of this rank."""
-    net = Two()
-    groups = make(net, rank, *groups_of(rank))
-    try:
-        FastDDP(net, groups=groups)
-    except (ValueError, TypeError, RuntimeError) as error:
-        return str(error)
-    return ""
+def outside(net, rank, replica, part):
+    return {"own.*": part}
+
+
+def mistakes(rank, world):
+    """Return the errors of this rank."""
+    replica, part = groups_of(rank)
+    said = []
+    for make in MISTAKES:
+        net = Two()
+        groups = make(net, rank, replica, part)
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
+            FastDDP(net, groups=groups, process_group=replica if make is outside else None)
+        said.append(str(error.value))
+    return said
 
 
 MISTAKES = {
@@ -475,25 +482,11 @@ MISTAKES = {
     no_group: ["'own.*' must be a process group", "list"],
     no_divisor: ["divisor of 'own.*'", "positive"],
     foreign_module: ["the module 'Linear' matches no parameter"],
+    outside: ["process_group of the model has"],
 }
 
 
-@pytest.mark.parametrize("make", MISTAKES, ids=lambda make: make.__name__)
-def test_mistakes_are_errors_on_every_rank(make):
-    for message in run_ranks(mistake, 4, make):
-        for text in MISTAKES[make]:
-            assert text in message
-
-
-def outside(rank, world):
-    replica, part = groups_of(rank)
-    try:
-        FastDDP(Two(), process_group=replica, groups={"own.*": part})
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_a_group_outside_of_the_process_group():
-    for message in run_ranks(outside, 4):
-        assert "process_group of the model has" in message
+def test_mistakes_are_errors_on_every_rank():
+    for said in run_ranks(mistakes, 4):
+        for (make, texts), message in zip(MISTAKES.items(), said, strict=True):
+            assert all(text in message for text in texts), (make.__name__, message)

@@ -8,12 +8,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from fastsync import FastDDP, Wire, Zero, fully_shard
 from fastsync.testing import run_ranks
 from tests.conformance.stages import batch, full, loss_of, net, sharded_by_layer
+from tests.ddp.test_unusual_backwards import FailsHalfWay
 
 KINDS = {
     "zero0": lambda m: FastDDP(m),
@@ -132,26 +132,6 @@ def test_a_wrapper_goes_on_one_rank_while_another_trains(kind):
     first, second = run_ranks(one_goes_early, 2, kind)
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     assert not torch.equal(first["head.weight"], net().head.weight)
-
-
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError
-
-
-class FailsHalfWay(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x, fails):
-        x = self.first(x)
-        return self.second(Failing.apply(x) if fails else x).sum()
 
 
 def dropped_unfinished(rank, world):

@@ -15,6 +15,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from fastsync._build import extension
 from fastsync._build.env import NCCL_LETS_LIVE
 from fastsync._torch import TCPStore, group_timeout
 from fastsync.config.arguments import grouped
+from tests.helpers.forked_ranks import end_of, fork_ranks
 from tests.helpers.served_store import end_store, serve_store
 
 LIMIT = 60.0  # seconds for a job
@@ -247,32 +249,6 @@ def run(folder, name, rank, job, train, served):
         dist.destroy_process_group()
 
 
-def start(folder, name, rank, job, train, served):
-    """In a forked process: what it prints goes to a file."""
-    log = os.open(f"{folder}/{name}-{rank}.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    run(folder, name, rank, job, train, served)
-
-
-def wait_for(children, lingering):
-    """Return how each ended, by rank: None where it had to be killed, as those that linger."""
-    ended, deadline = {}, time.monotonic() + LIMIT
-    while len(ended) < len(children) - lingering and time.monotonic() < deadline:
-        for rank, pid in enumerate(children):
-            if rank in ended:
-                continue
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                ended[rank] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    for rank, pid in enumerate(children):
-        if rank not in ended:
-            os.kill(pid, signal.SIGABRT if "-v" in sys.argv else signal.SIGKILL)
-            os.waitpid(pid, 0)
-    return [ended.get(rank) for rank in range(len(children))]
-
-
 def main(job_class=Job, train=train):
     folder, jobs = sys.argv[1], json.loads(sys.argv[2])
     torch.set_num_threads(1)
@@ -280,16 +256,14 @@ def main(job_class=Job, train=train):
     gc.freeze()  # what the ranks have in common is not worth the time of a search
     codes = {}
     for name, arguments in jobs:
-        job, children = job_class(**arguments), []
+        job = job_class(**arguments)
         os.environ["FASTSYNC_SHM"] = "1" if job.memory else "0"
         port, process = serve_store()
-        for rank in range(job.world):
-            child = os.fork()
-            if child == 0:
-                start(folder, name, rank, job, train, port)
-                return
-            children.append(child)
-        codes[name] = wait_for(children, len(job.deaths) if job.lingers else 0)
+        given = {"job": job, "train": train, "served": port}
+        children = fork_ranks(
+            job.world, f"{folder}/{name}-{{}}.log".format, partial(run, folder, name, **given)
+        )
+        codes[name] = end_of(children, LIMIT, len(job.deaths) if job.lingers else 0)
         end_store(process)
     print(json.dumps(codes))
 

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from fastsync._torch import TCPStore
 from fastsync.config.arguments import grouped
 from fastsync.zero.delivery import Delivery
 from fastsync.zero.state_fetch import StateShards
+from tests.helpers.forked_ranks import end_of, fork_ranks
 from tests.helpers.served_store import end_store, serve_store
 
 LIMIT = 60.0  # seconds for a job
@@ -391,33 +393,6 @@ def run(folder, name, rank, job, served):
         Path(folder, f"{name}-{rank}.json").write_text(json.dumps(seen))
 
 
-def start(folder, name, rank, job, served):
-    """In a forked process: what it prints goes to a file."""
-    log = os.open(f"{folder}/{name}-{rank}.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    run(folder, name, rank, job, served)
-
-
-def wait_for(children, hangs):
-    """Return the children that have not ended; if the faulty one `hangs`, wait
-    only for the others.
-    """
-    ended, deadline = set(), time.monotonic() + LIMIT
-    while len(ended) < len(children) and time.monotonic() < deadline:
-        for rank, pid in enumerate(children):
-            if rank not in ended and os.waitpid(pid, os.WNOHANG)[0]:
-                ended.add(rank)
-        if hangs and len(ended) == len(children) - 1 and FAULTY not in ended:
-            break
-        time.sleep(0.01)
-    stuck = [rank for rank in range(len(children)) if rank not in ended]
-    for rank in stuck:
-        os.kill(children[rank], signal.SIGKILL)
-        os.waitpid(children[rank], 0)
-    return stuck
-
-
 def main():
     folder, jobs = sys.argv[1], json.loads(sys.argv[2])
     torch.set_num_threads(1)
@@ -426,15 +401,15 @@ def main():
     gc.freeze()  # what the ranks have in common is not worth the time of a search
     stuck = {}
     for job in jobs:
-        name, children = "-".join(map(str, job)), []
+        name = "-".join(map(str, job))
         served = serve_store()
-        for rank in range(job[3]):
-            child = os.fork()
-            if child == 0:
-                start(folder, name, rank, job, served)
-                return
-            children.append(child)
-        stuck[name] = wait_for(children, job[0] in ("stop", "sleep"))
+        children = fork_ranks(
+            job[3],
+            f"{folder}/{name}-{{}}.log".format,
+            partial(run, folder, name, job=job, served=served),
+        )
+        codes = end_of(children, LIMIT, lingering=job[0] in ("stop", "sleep"))
+        stuck[name] = [rank for rank, code in enumerate(codes) if code is None]
         end_store(served[1])
     print(json.dumps(stuck))
 

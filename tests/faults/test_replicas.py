@@ -431,27 +431,14 @@ def test_steps_of_the_whole_training_count():
 
 
 def refusals(rank, world):
-    said = []
-
-    def refused(kind, **options):
-        with pytest.raises(kind) as caught:
-            FastDDP(net(), **grouped(options))
-        said.append(str(caught.value))
-
-    refused(ValueError, zero=3, replicas=True)
-    refused(TypeError, replicas="repair")
-    refused(RankMismatchError, replicas=ReplicaPolicy(every=1 + rank))
-    model = FastDDP(net(), faults=Faults(replicas=True))
-    with pytest.raises(ValueError, match="replicas would find"), model.join():
-        pass
-    return said
+    with pytest.raises(RankMismatchError) as caught:
+        FastDDP(net(), faults=Faults(replicas=ReplicaPolicy(every=1 + rank)))
+    return str(caught.value)
 
 
 def test_what_cannot_be_compared_is_refused():
-    for zero3, other, unlike in run_ranks(refusals, 2):
-        assert "each rank has its own shards" in zero3
-        assert "must be True, False or a ReplicaPolicy" in other
-        assert "replicas is ReplicaPolicy(every=2" in unlike
+    for text in run_ranks(refusals, 2):
+        assert "replicas is ReplicaPolicy(every=2" in text
     with pytest.raises(ValueError, match="at least 1"):
         ReplicaPolicy(every=0)
     with pytest.raises(TypeError, match="a number"):

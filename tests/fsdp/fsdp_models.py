@@ -89,14 +89,16 @@ def train(model, rank, optimizer, steps=4, clip=0.5):
     return whole(model.parameters()), norms
 
 
-def train_alone(world, make, steps=4, clip=0.5):
-    """Train one process with the batches of all ranks."""
-    model = net()
+def train_alone(world, make, steps=4, clip=0.5, batches=1, model=None):
+    """Train one process with the batches of all ranks, so many of each in a step."""
+    model = model or net()
     optimizer = OPTIMIZERS[make](model.parameters())
     for step in range(steps):
         for rank in range(world):
-            (loss_of(model, words(rank, step)) / world).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            for batch in range(batches * step, batches * (step + 1)):
+                (loss_of(model, words(rank, batch)) / world).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()]

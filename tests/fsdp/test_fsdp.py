@@ -138,14 +138,9 @@ def accumulate(rank, world, how):
 @pytest.mark.slow(but=("lower",))
 @pytest.mark.parametrize("how", ["each", "once", "kept", "lower"])
 def test_gradients_accumulate(how):
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    for step in range(3):
-        for rank in range(2):
-            (loss_of(model, words(rank, step)) / 2).backward()
-    optimizer.step()
+    wanted = train_alone(2, "sgd", steps=1, clip=None, batches=3)
     for found, sent in run_ranks(accumulate, 2, how):
-        assert farthest(found, model.parameters()) <= (2e-2 if how == "lower" else 1e-6)
+        assert farthest(found, wanted) <= (2e-2 if how == "lower" else 1e-6)
         assert sent == ([4, 8, 12] if how == "each" else [0, 0, 4])
 
 
@@ -162,14 +157,9 @@ def replicas_accumulate(rank, world):
 
 
 def test_replicas_accumulate_before_they_meet():
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    for step in range(2):
-        for rank in range(4):
-            (loss_of(model, words(rank, step)) / 4).backward()
-    optimizer.step()
+    wanted = train_alone(4, "sgd", steps=1, clip=None, batches=2)
     for found in run_ranks(replicas_accumulate, 4):
-        assert farthest(found, model.parameters()) <= 1e-6
+        assert farthest(found, wanted) <= 1e-6
 
 
 class Again(Block):
@@ -241,41 +231,6 @@ def test_parameters_that_some_ranks_do_not_use():
         for name, param in model.named_parameters():
             if name != "never":
                 assert torch.allclose(found[name], param.grad)
-
-
-def several_forwards(rank, world):
-    """Run two forwards before one backward, one whose output is unused, and evaluation between."""
-    model = apply(fully_shard, net())
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    for step in range(3):
-        total = loss_of(model, words(rank, step)) + loss_of(model, words(rank, step + 7))
-        model(words(rank, 3))
-        with torch.no_grad():
-            model(words(rank, 4))
-        total.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.eval()
-        with torch.inference_mode():
-            model(words(rank, 5))
-        model.train()
-    reductions = sum(counted["reductions"] for counted in state_of(model).context.counters())
-    return whole(model.parameters()), reductions
-
-
-@pytest.mark.slow
-def test_several_forwards_before_a_backward():
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    for step in range(3):
-        for rank in range(2):
-            total = loss_of(model, words(rank, step)) + loss_of(model, words(rank, step + 7))
-            (total / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for found, reductions in run_ranks(several_forwards, 2):
-        assert farthest(found, model.parameters()) <= 1e-6
-        assert reductions == 3 * 4, "a unit's gradients travel once in a backward"
 
 
 def from_meta(rank, world):

@@ -17,7 +17,17 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard as torchs
 
 from fastsync import FastDDP, fully_shard
-from tests.fsdp.fsdp_models import OPTIMIZERS, apply, farthest, loss_of, net, train, whole, words
+from tests.fsdp.fsdp_models import (
+    OPTIMIZERS,
+    apply,
+    farthest,
+    loss_of,
+    net,
+    train,
+    train_alone,
+    whole,
+    words,
+)
 from tests.helpers.teams import run_ranks
 
 WAYS = {
@@ -176,13 +186,6 @@ def converted(rank, world):
 
 @pytest.mark.slow
 def test_a_module_that_is_converted_afterwards():
-    model = net().double()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    for step in range(4):
-        for rank in range(2):
-            (loss_of(model, words(rank, step)) / 2).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    wanted = train_alone(2, "sgd", model=net().double())
     for found in run_ranks(converted, 2):
-        assert farthest(found, model.parameters()) <= 1e-6
+        assert farthest(found, wanted) <= 1e-6

@@ -170,20 +170,6 @@ def test_tensors_from_outside_are_cast_where_that_is_asked_for(cast):
     assert run_ranks(from_outside, 2, cast) == [[torch.float16, last]] * 2
 
 
-def alone_in_the_world(rank, world):
-    model, plain = apply(fully_shard, net()), net()
-    for each in (model, plain):
-        loss_of(each, words(rank, 0)).backward()
-    apart = farthest(
-        whole([p.grad for p in model.parameters()]), [p.grad for p in plain.parameters()]
-    )
-    return apart, model.blocks[0].up.weight.to_local().shape
-
-
-def test_one_rank():
-    assert run_ranks(alone_in_the_world, 1) == [(0, torch.Size([52, 17]))]
-
-
 def of_groups(rank, world):
     """Meshes made of process groups are as good as others."""
     mesh = mesh_of(world, 2)

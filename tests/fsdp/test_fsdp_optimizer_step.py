@@ -1,8 +1,6 @@
 """Optimizers step on shares as on DTensors, bit for bit. A class derived from one of torch's is not
 known, and steps on DTensors: it is what the others are compared with."""
 
-import math
-
 import pytest
 import torch
 from torch import optim
@@ -154,10 +152,6 @@ def two_models(rank, world, derived):
     return weights, state, bits(lone)
 
 
-def test_an_optimizer_of_two_models():
-    assert run_ranks(two_models, 2, False) == run_ranks(two_models, 2, True)
-
-
 def by_closure(rank, world, derived):
     model = FastDDP(net(), zero=3)
     optimizer = class_of("SGD", derived)(model.parameters(), lr=0.1, momentum=0.9)
@@ -174,12 +168,6 @@ def by_closure(rank, world, derived):
     return losses, held(model, optimizer)
 
 
-def test_closures_run_once_before_the_step():
-    found, wanted = run_ranks(by_closure, 2, False), run_ranks(by_closure, 2, True)
-    assert found == wanted
-    assert all(math.isfinite(loss) for losses, _ in found for loss in losses)
-
-
 def moved(rank, world, derived):
     """State goes from one optimizer to another by its state_dict, in the middle."""
     model = FastDDP(net(), zero=3)
@@ -194,8 +182,9 @@ def moved(rank, world, derived):
     return held(model, optimizer)
 
 
-def test_state_dicts_load_as_ever():
-    assert run_ranks(moved, 2, False) == run_ranks(moved, 2, True)
+@pytest.mark.parametrize("script", [two_models, by_closure, moved])
+def test_scripts_have_the_bits_of_steps_on_dtensors(script):
+    assert run_ranks(script, 2, False) == run_ranks(script, 2, True)
 
 
 def failing(rank, world):

@@ -9,13 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from fastsync import fully_shard
 from fastsync.fsdp.module_hooks import state_of
 from tests.fsdp.fsdp_models import (
     OPTIMIZERS,
-    Block,
     apply,
     farthest,
     loss_of,
@@ -110,41 +108,6 @@ def weights_change(rank, world, how):
 @pytest.mark.parametrize("how", ["step", "in place", "loaded"])
 def test_no_forward_computes_with_what_was_kept(how):
     assert run_ranks(weights_change, 4, how) == [0] * 4
-
-
-class Twice(nn.Module):
-    """Blocks that are used again, and computed again."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x):
-        for block in [*self.blocks, *self.blocks]:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x.sum()
-
-
-def in_odd_orders(rank, world):
-    gradients = []
-    for after in (2, True):
-        model = apply(fully_shard, Twice(), reshard_after_forward=after)
-        for _ in range(2):
-            losses = [model(torch.full((2, 17), 0.1 + i + rank)) for i in range(2)]
-            model.set_is_last_backward(False)
-            losses[1].backward()
-            model.set_is_last_backward(True)
-            losses[0].backward()
-        with torch.no_grad():
-            model(torch.ones(1, 17))
-        gradients.append(whole([p.grad for p in model.parameters()]))
-    return farthest(*gradients)
-
-
-@pytest.mark.slow
-def test_several_forwards_and_checkpoints():
-    assert run_ranks(in_odd_orders, 4) == [0] * 4
 
 
 def turned_off(rank, world):

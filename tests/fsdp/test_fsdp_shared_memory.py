@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -123,30 +122,6 @@ def disagree(rank, world):
 def test_ranks_agree_on_it():
     for text in run_ranks(disagree, 2):
         assert "True" in text and "False" in text
-
-
-def evaluates(rank, world):
-    """Evaluate between steps: gathers without a reduction, and units that
-    come and go in between.
-    """
-    model = by_units()
-    seen = []
-    for step in range(20):
-        with torch.no_grad():
-            seen.append(loss_of(model, words(0, step)))
-        if step % 3 == 0:
-            model.blocks[0].unshard()
-            model.blocks[0].reshard()
-    dist.barrier()
-    return torch.stack(seen)
-
-
-def test_many_gathers_without_a_backward():
-    ours = run_ranks(evaluates, 2)
-    alone = net()
-    with torch.no_grad():
-        wanted = torch.stack([loss_of(alone, words(0, step)) for step in range(20)])
-    assert all(torch.equal(seen, wanted) for seen in ours)
 
 
 def gathers_again(rank, world, way, folder):

@@ -176,14 +176,14 @@ FAULTS = [
         PARAM_GROUPS,
         "if name in owner:",
         "if name in ():",
-        f"{GROUPS}::test_mistakes_are_errors_on_every_rank[in_two_groups]",
+        f"{GROUPS}::test_mistakes_are_errors_on_every_rank",
     ),
     Fault(
         "partly-overlapping-groups-accepted",
         PARAM_GROUPS,
         "if theirs != mine:",
         "if not theirs:",
-        f"{GROUPS}::test_mistakes_are_errors_on_every_rank[partly_overlapping]",
+        f"{GROUPS}::test_mistakes_are_errors_on_every_rank",
     ),
     Fault(
         "norm-counts-a-group-once-per-rank",

@@ -4,20 +4,18 @@ One case again: python -m tests.fuzz.test_random_sync --case N
 """
 
 import argparse
-import io
 import os
 import random
 import time
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fastsync import ChunkedTopK, Delayed, DiLoCo, FastDDP, LocalSGD, TopK
-from fastsync.sync.schedule import cut
-from tests.helpers.teams import end, run_ranks
-from tests.sync import oracle
+from fastsync import ChunkedTopK, Delayed, DiLoCo, LocalSGD, TopK
+from tests.helpers.teams import end
+from tests.sync.test_modes import Training, check
 
 FIXED = 60
 DRAWN = 4
@@ -61,104 +59,42 @@ def drawn_mode(rng):
     )
 
 
-def drawn(number):
-    """Return the case of a number: what it trains, how, and what happens when."""
-    rng = random.Random(number)
-    steps = rng.randint(4, 16)
-    count = rng.randint(1, 7)
-    return {
-        "world": rng.choice([2, 2, 3]),
-        "mode": drawn_mode(rng),
-        "steps": steps,
-        "shapes": [rng.choice(SHAPES) for _ in range(count - 1)] + [(4, 4)],
-        "unused": rng.choice([None, None, 0]) if count > 1 else None,
-        "adam": rng.random() < 0.5,
-        "ends": [step for step in range(1, steps + 1) if rng.random() < 0.15],
-        "saves": [step for step in range(1, steps + 1) if rng.random() < 0.15],
-        "seed": number,
-    }
-
-
-def optimizer_of(case, params):
-    if case["adam"]:
-        return torch.optim.AdamW(params, 0.05)
-    return torch.optim.SGD(params, 0.05, momentum=0.9)
-
-
-def loss_of(model, case, rank, step):
-    generator = torch.Generator().manual_seed(case["seed"] + 31 * step + rank)
+def loss_of(model, rank, step, seed):
+    generator = torch.Generator().manual_seed(seed + 31 * step + rank)
     return model(torch.randn((), generator=generator))
 
 
-def by_fastsync(rank, case):
-    def build():
-        module = Parameters(case["shapes"], case["unused"], case["seed"])
-        model = FastDDP(module, sync=case["mode"])
-        return model, optimizer_of(case, model.parameters())
-
-    (model, optimizer), history = build(), []
-    for step in range(1, case["steps"] + 1):
-        optimizer.zero_grad()
-        loss_of(model, case, rank, step).backward()
-        optimizer.step()
-        if step in case["ends"]:
-            model.end_round()
-        if step in case["saves"]:
-            file = io.BytesIO()
-            saved = (model.module.state_dict(), optimizer.state_dict(), model.sync_state_dict())
-            torch.save(saved, file)
-            file.seek(0)
-            weights, inner, rounds = torch.load(file, weights_only=True)
-            model, optimizer = build()
-            model.module.load_state_dict(weights)
-            optimizer.load_state_dict(inner)
-            model.load_sync_state_dict(rounds)
-        history.append([p.detach().clone() for p in model.parameters()])
-    return history
-
-
-def by_torch(rank, case):
-    module = Parameters(case["shapes"], case["unused"], case["seed"])
-    params = list(module.parameters())
-    optimizer = optimizer_of(case, params)
-    steps = iter(range(1, case["steps"] + 1))
-
-    def local_step(averaged):
-        optimizer.zero_grad()
-        loss_of(module, case, rank, next(steps)).backward()
-        if averaged:
-            for p in (p for p in params if p.grad is not None):
-                rows = oracle.everyones(p.grad * (1 / dist.get_world_size()))
-                p.grad = sum(rows[1:], rows[0])
-        optimizer.step()
-
-    cuts = cut([p.numel() for p in params], getattr(case["mode"], "fragments", 1))
-    return oracle.train(case["mode"], params, cuts, local_step, case["steps"], case["ends"])
-
-
-def both(rank, world, case):
-    return by_fastsync(rank, case), by_torch(rank, case)
-
-
-def check(number):
-    case = drawn(number)
-    for rank, (found, wanted) in enumerate(run_ranks(both, case["world"], case)):
-        for step, (ours, its) in enumerate(zip(found, wanted, strict=True), start=1):
-            same = all(map(torch.equal, ours, its))
-            assert same, f"case {number}, rank {rank}, step {step}: {case}"
+def drawn(number):
+    """Return how many ranks a case has, what they train, how, and what happens when."""
+    rng = random.Random(number)
+    steps = rng.randint(4, 16)
+    count = rng.randint(1, 7)
+    world, mode = rng.choice([2, 2, 3]), drawn_mode(rng)
+    shapes = [rng.choice(SHAPES) for _ in range(count - 1)] + [(4, 4)]
+    unused = rng.choice([None, None, 0]) if count > 1 else None
+    return world, Training(
+        mode,
+        "adamw" if rng.random() < 0.5 else "sgd",
+        steps,
+        partial(Parameters, shapes, unused, number),
+        partial(loss_of, seed=number),
+        ends=[step for step in range(1, steps + 1) if rng.random() < 0.15],
+        saves=[step for step in range(1, steps + 1) if rng.random() < 0.15],
+    )
 
 
 def test_cases_of_this_run():
     """Other ones each time; a failure says how to repeat it."""
     start = int.from_bytes(os.urandom(4), "big")
     for number in range(start, start + DRAWN):
-        check(number)
+        print(f"case {number}")
+        check(*drawn(number))
 
 
 @pytest.mark.slow
 def test_fixed_cases():
     for number in range(FIXED):
-        check(number)
+        check(*drawn(number))
 
 
 def main():
@@ -169,10 +105,10 @@ def main():
     args = parser.parse_args()
     until, number = time.monotonic() + args.seconds, args.start
     if args.case is not None:
-        check(args.case)
+        check(*drawn(args.case))
         number = args.case + 1
     while args.case is None and time.monotonic() < until:
-        check(number)
+        check(*drawn(number))
         number += 1
     end()
     print(f"{number - (args.start if args.case is None else args.case)} cases, up to {number - 1}")

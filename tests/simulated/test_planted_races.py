@@ -82,16 +82,6 @@ def early_event(right):
     return x, y
 
 
-@planted("a wait for another stream", "add", "mul")
-def other_stream(right):
-    x, (one, other) = ones(), side_streams(2)
-    one.wait_stream(here())
-    with torch.sim.stream(one):
-        x.add_(1)
-    here().wait_stream(one if right else other)
-    return x, x * 2
-
-
 @planted("a wait of another stream", "add", "mul")
 def waits_elsewhere(right):
     x, (one, other) = ones(), side_streams(2)
@@ -110,19 +100,6 @@ def no_record(right):
         y = x * 2
     if right:
         x.record_stream(side)
-    del x
-    again = ones()
-    here().wait_stream(side)
-    return y, again
-
-
-@planted("record_stream of another stream", "mul", "reuse of memory")
-def wrong_record(right):
-    x, (side, other) = ones(), side_streams(2)
-    side.wait_stream(here())
-    with torch.sim.stream(side):
-        y = x * 2
-    x.record_stream(side if right else other)
     del x
     again = ones()
     here().wait_stream(side)
@@ -155,19 +132,6 @@ def overwritten(right):
     x.add_(1)
     here().wait_stream(side)
     return x, y
-
-
-@planted("written on two streams", "add", "mul")
-def two_writers(right):
-    x, side = ones(), side_streams()
-    side.wait_stream(here())
-    with torch.sim.stream(side):
-        x.add_(1)
-    if right:
-        here().wait_stream(side)
-    x.mul_(2)
-    here().wait_stream(side)
-    return (x,)
 
 
 @planted("slices of one bucket that overlap", "add", "mul")
@@ -227,17 +191,6 @@ def no_work_wait(right):
     return x, y
 
 
-@planted("a wait for a collective on another stream", "all_reduce", "mul")
-def work_wait_elsewhere(right):
-    x, side = ones(), side_streams()
-    work = enqueued(x)
-    with torch.sim.stream(here() if right else side):
-        work.wait()
-    y = x * 2
-    work.wait()
-    return x, y
-
-
 @planted("a collective's input changed under way", "all_gather", "add")
 def input_changed(right):
     x, out = ones(), ones(128)
@@ -284,17 +237,6 @@ def two_groups(right):
     first.wait()
     second.wait()
     return (x,)
-
-
-@planted("gradients zeroed before they have been sent", "all_reduce", "zero")
-def zeroed(right):
-    grads = [ones(), ones()]
-    works = [enqueued(grad) for grad in grads]
-    for work in works if right else works[:1]:
-        work.wait()
-    torch._foreach_zero_(grads)
-    works[1].wait()
-    return tuple(grads)
 
 
 @planted("kernels that use the same elements of a tensor", "kernel", "kernel")

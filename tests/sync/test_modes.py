@@ -1,11 +1,16 @@
 """Each mode beside plain torch: the same parameters after every step, bit for bit."""
 
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fastsync import ChunkedTopK, Delayed, DiLoCo, FastDDP, LocalSGD, TopK
+from fastsync.sync.schedule import cut
 from tests.helpers.teams import run_ranks
 from tests.sync import oracle
 
@@ -32,7 +37,6 @@ MODES = {
     "delayed": Delayed(1),
     "delayed-by-3": Delayed(3),
 }
-CUTS = {1: [range(6)], 2: [range(0, 2), range(2, 6)], 3: [range(0, 1), range(1, 4), range(4, 6)]}
 
 
 def net():
@@ -44,25 +48,68 @@ def batch(rank, step):
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def loop(rank, model, optimizer, before_step=lambda: None):
+def loop(rank, model, optimizer):
     """A function that makes one step; it counts them."""
     steps = iter(range(10**6))
 
     def step():
         optimizer.zero_grad()
         model(batch(rank, next(steps))).square().mean().backward()
-        before_step()
         optimizer.step()
 
     return step
 
 
-def by_fastsync(rank, mode, make):
-    model = FastDDP(net(), sync=mode)
-    step = loop(rank, model, make(model.parameters()))
-    history = []
-    for _ in range(STEPS):
-        step()
+def usual_loss(model, rank, step):
+    return model(batch(rank, step)).square().mean()
+
+
+@dataclass
+class Training:
+    """What is trained beside plain torch, and how.
+
+    Attributes:
+        make: an optimizer, by name.
+        net: makes the module.
+        loss: `loss(model, rank, step)`.
+        ends: steps after which all ranks end the round.
+        saves: steps after which it is saved, and goes on in new objects.
+    """
+
+    mode: object
+    make: str
+    steps: int = STEPS
+    net: Callable = net
+    loss: Callable = usual_loss
+    ends: Sequence = ()
+    saves: Sequence = ()
+
+    def optimizer(self, params):
+        return OPTIMIZERS[self.make](params)
+
+
+def by_fastsync(rank, training):
+    def build():
+        model = FastDDP(training.net(), sync=training.mode)
+        return model, training.optimizer(model.parameters())
+
+    (model, optimizer), history = build(), []
+    for step in range(1, training.steps + 1):
+        optimizer.zero_grad()
+        training.loss(model, rank, step).backward()
+        optimizer.step()
+        if step in training.ends:
+            model.end_round()
+        if step in training.saves:
+            file = io.BytesIO()
+            saved = (model.module.state_dict(), optimizer.state_dict(), model.sync_state_dict())
+            torch.save(saved, file)
+            file.seek(0)
+            weights, inner, rounds = torch.load(file, weights_only=True)
+            model, optimizer = build()
+            model.module.load_state_dict(weights)
+            optimizer.load_state_dict(inner)
+            model.load_sync_state_dict(rounds)
         history.append([p.detach().clone() for p in model.parameters()])
     return history
 
@@ -76,46 +123,42 @@ def groups_of(rank, world, within):
     return inside[rank // within], across[rank % within]
 
 
-def by_torch(rank, mode, make, cuts):
-    model = net()
-    params = list(model.parameters())
+def by_torch(rank, training):
+    module, mode = training.net(), training.mode
+    params = list(module.parameters())
+    optimizer, steps = training.optimizer(params), iter(range(1, training.steps + 1))
     inside, across = groups_of(rank, dist.get_world_size(), mode.within)
 
-    def average():
-        if averaging[-1] or mode.within > 1:
-            for p in params:
+    def local_step(averaged):
+        optimizer.zero_grad()
+        training.loss(module, rank, next(steps)).backward()
+        if averaged or mode.within > 1:
+            for p in (p for p in params if p.grad is not None):
                 rows = oracle.everyones(p.grad * (1 / dist.get_world_size(inside)), inside)
                 p.grad = sum(rows[1:], rows[0])
+        optimizer.step()
 
-    averaging = []
-    step = loop(rank, model, make(params), average)
-
-    def local_step(averaged):
-        averaging.append(averaged)
-        step()
-
-    return oracle.train(mode, params, cuts, local_step, STEPS, group=across)
+    cuts = cut([p.numel() for p in params], getattr(mode, "fragments", 1))
+    return oracle.train(mode, params, cuts, local_step, training.steps, training.ends, across)
 
 
-def beside_torch(rank, world, mode, make):
-    from fastsync.sync.schedule import cut
+def both(rank, world, training):
+    return by_fastsync(rank, training), by_torch(rank, training)
 
-    sizes = [p.numel() for p in net().parameters()]
-    cuts = cut(sizes, getattr(mode, "fragments", 1))
-    make = OPTIMIZERS[make]
-    return by_fastsync(rank, mode, make), by_torch(rank, mode, make, cuts)
+
+def check(world, training):
+    """Assert that each rank has the parameters of plain torch after each step."""
+    for rank, (found, wanted) in enumerate(run_ranks(both, world, training)):
+        for step, (ours, its) in enumerate(zip(found, wanted, strict=True), start=1):
+            assert all(map(torch.equal, ours, its)), f"rank {rank}, step {step}: {training}"
 
 
 @pytest.mark.slow(but=("2-adamw",))
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_parameters_are_those_of_the_oracle(world, make):
-    for name, mode in MODES.items():
-        for rank, (found, wanted) in enumerate(run_ranks(beside_torch, world, mode, make)):
-            for step, (ours, its) in enumerate(zip(found, wanted, strict=True), start=1):
-                same = all(map(torch.equal, ours, its))
-                gap = max((a - b).abs().max().item() for a, b in zip(ours, its, strict=True))
-                assert same, f"{name}, rank {rank}, step {step}: {gap}"
+    for mode in MODES.values():
+        check(world, Training(mode, make))
 
 
 HYBRID = {
@@ -129,7 +172,4 @@ HYBRID = {
 @pytest.mark.slow(but=("streaming-int4",))
 @pytest.mark.parametrize("name", HYBRID)
 def test_parts_average_gradients_within_and_parameters_between(name):
-    for found, wanted in run_ranks(beside_torch, 4, HYBRID[name], "adamw"):
-        for step, (ours, its) in enumerate(zip(found, wanted, strict=True), start=1):
-            gap = max((a - b).abs().max().item() for a, b in zip(ours, its, strict=True))
-            assert all(map(torch.equal, ours, its)), f"step {step}: {gap}"
+    check(4, Training(HYBRID[name], "adamw"))

@@ -260,25 +260,6 @@ def test_states_of_other_numbers_of_ranks():
     assert torch.equal(found[3][1], weights["0.weight"])
 
 
-def ended(rank, world, mode):
-    model = FastDDP(net(), sync=mode)
-    step = loop(rank, model, torch.optim.AdamW(model.parameters(), 0.01))
-    apart = []
-    for count in (3, 1, 5):
-        for _ in range(count):
-            step()
-        apart.append(_alike(model.parameters()))
-        model.end_round()
-        assert _alike(model.parameters())
-    return apart
-
-
-@pytest.mark.parametrize("mode", ROUND_MODES)
-def test_the_end_of_a_round_makes_all_ranks_the_same(mode):
-    first, second = run_ranks(ended, 2, ROUND_MODES[mode])
-    assert first == second and not any(first[1:])
-
-
 def mixed(rank, world):
     """Parameters in fp32 that compute in bf16, and parameters of bf16."""
     mixed = _MixedPrecision(param_dtype=torch.bfloat16)

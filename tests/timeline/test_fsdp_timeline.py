@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import fastsync
 from fastsync import FastDDP, TimelinePolicy, UnitTiming, Zero, fully_shard
 from fastsync.timeline.data import by_step, find_slow_ranks, load, steps_of
 from fastsync.timeline.moves import moves_of
@@ -59,6 +58,13 @@ def test_units_are_recorded_and_shown(way, tmp_path):
     assert re.search(r"^  blocks\.3 +1\.5 MiB( +\d+\.\d\d){4}$", text, re.MULTILINE)
     page = html_page(run)
     assert "<span>unit blocks.3</span>" in page and 'class="reduction"' in page
+    events = perfetto_trace(run)["traceEvents"]
+    named = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert named == {"compute", *(f"unit {name}" for name in UNITS)}
+    gathers = [e for e in events if e["name"] == "gather"]
+    assert len(gathers) == 2 * 3 * 9
+    assert gathers[0]["args"]["parameters"] == ["embed.weight"]
+    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
 
 
 def check_step(step):
@@ -96,40 +102,6 @@ def test_a_rank_that_sleeps_exposes_the_gathers_of_others(tmp_path):
     assert "waits for another rank" in html_page(run)
 
 
-def trace_of(rank, world, path):
-    record(rank, world, "zero3", TimelinePolicy(path, skip=1, steps=2))
-
-
-@pytest.mark.slow
-def test_the_trace_has_a_thread_per_unit(tmp_path):
-    run_ranks(trace_of, 2, str(tmp_path / "run.json"))
-    events = perfetto_trace(load(tmp_path / "run.json"))["traceEvents"]
-    named = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert named == {"compute", *(f"unit {name}" for name in UNITS)}
-    gathers = [e for e in events if e["name"] == "gather"]
-    assert len(gathers) == 2 * 2 * 9
-    assert gathers[0]["args"]["parameters"] == ["embed.weight"]
-    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
-
-
-def accumulate(rank, world):
-    model = wrap("fully_shard", True)
-    train(model, rank, 4)
-    for _ in range(2):
-        model.set_requires_gradient_sync(False)
-        train(model, rank, 2)
-        model.set_requires_gradient_sync(True)
-        train(model, rank, 1)
-    return model.sync_stats()
-
-
-@pytest.mark.slow
-def test_a_step_ends_where_gradients_travel():
-    for stats in run_ranks(accumulate, 2):
-        assert stats.steps == 6
-        assert stats.recorded_steps == 3
-
-
 def windows(rank, world, folder):
     model = wrap("fully_shard", True)
     train(model, rank, 4)
@@ -140,11 +112,13 @@ def windows(rank, world, folder):
     model.set_requires_gradient_sync(True)
     train(model, rank, 1)
     model.write_timeline(f"{folder}/run.json")
+    stats = model.sync_stats()
+    return stats.steps, stats.recorded_steps
 
 
 @pytest.mark.slow
 def test_what_accumulates_belongs_to_the_step_and_what_evaluates_does_not(tmp_path):
-    run_ranks(windows, 2, str(tmp_path))
+    assert run_ranks(windows, 2, str(tmp_path)) == [(5, 2)] * 2
     steps = by_step(load(tmp_path / "run.json"))
     assert list(steps) == [3, 4]
     for step in steps[4]:
@@ -274,15 +248,6 @@ def refuse(rank, world):
 @pytest.mark.slow
 def test_only_roots_are_recorded_and_once():
     run_ranks(refuse, 2)
-
-
-def differ(rank, world):
-    with pytest.raises(fastsync.RankMismatchError, match="timeline"):
-        FastDDP(net(), zero=3, timeline=rank == 0)
-
-
-def test_all_ranks_of_zero3_record_or_none():
-    run_ranks(differ, 2)
 
 
 def marks(unit, *given, kind="gather"):

@@ -11,7 +11,6 @@ from torch import nn
 from fastsync import FastDDP, RankMismatchError, Wire
 from fastsync.config.policy import BucketPolicy
 from fastsync.reducer.sync_checkpoint import VERSION, deal
-from fastsync.wire.formats import Codec
 from tests.helpers.teams import run_ranks
 
 SIZES = (300, 200, 200, 7)
@@ -118,23 +117,6 @@ def restart_changes_no_bit(kept, trained):
         for parameter, residual in one[2].items():
             assert torch.equal(residual, two[2][parameter]), parameter
         assert any(residual.any() for residual in one[2].values())
-
-
-def without_its_state(rank, world, wire, checkpoints):
-    wrapped, optimizer = wrap(wire)
-    load(wrapped, optimizer, checkpoints[rank])
-    train(wrapped, optimizer, range(4, 8), rank)
-    return flat(wrapped.parameters())
-
-
-@pytest.mark.slow
-def test_the_state_is_what_makes_a_restart_exact():
-    """So that the test above means something."""
-    wire = FEEDBACK["int4"]
-    whole = run_ranks(run, 2, wire, range(8), None)
-    first = run_ranks(run, 2, wire, range(4), None)
-    bare = run_ranks(without_its_state, 2, wire, [checkpoint for checkpoint, _, _ in first])
-    assert not torch.equal(whole[0][1], bare[0])
 
 
 def apart_from_the_model(rank, world):
@@ -400,28 +382,3 @@ def of_a_wire_without(rank, world):
 
 def test_a_state_of_a_wire_without_feedback():
     run_ranks(of_a_wire_without, 2)
-
-
-class Coarse(Codec):
-    """A user's codec: multiples of 1/64, 8 bits each."""
-
-    name = "coarse"
-
-    def coded_bytes(self, numel):
-        return numel
-
-    def encode(self, values, wire):
-        wire.view(torch.int8).copy_((values * 64).round().clamp(-127, 127))
-
-    def decode(self, wire, values):
-        values.copy_(wire.view(torch.int8)).div_(64)
-
-
-@pytest.mark.slow
-def test_a_codec_of_the_user_s_restarts_alike():
-    wire = Wire(Coarse())
-    whole = run_ranks(run, 2, wire, range(6), None)
-    first = run_ranks(run, 2, wire, range(3), None)
-    second = run_ranks(run, 2, wire, range(3, 6), [checkpoint for checkpoint, _, _ in first])
-    assert torch.equal(whole[0][1], second[0][1])
-    assert any(residual.any() for residual in whole[0][2].values())

@@ -10,7 +10,6 @@ from torch import nn
 
 from fastsync import FastDDP, RankMismatchError, Wire
 from fastsync.config.arguments import grouped
-from fastsync.config.policy import BucketPolicy
 from fastsync.wire.formats import FORMATS
 from tests.helpers.teams import run_ranks
 from tests.wire.reference_codes import Halves
@@ -22,6 +21,7 @@ from tests.wire.test_wire import (
     inputs,
     model,
     poisoned,
+    residual_mass,
     true_average,
 )
 
@@ -106,29 +106,12 @@ def test_bytes_between_nodes(name, world, in_memory):
         assert stats["sent_bytes"] / 2 == sent + in_node
 
 
-def residual_mass(rank, world, wire):
-    """All gradients so far, less all averages so far, is the sum of all residuals."""
-    wrapped = FastDDP(model(), wire=wire, bucket_cap_mb=0.1)
-    owed = 0
-    for step in range(5):
-        wrapped.zero_grad()
-        wrapped(inputs(step, rank)).square().mean().backward()
-        owed = owed + true_average(step, world) - flat_grads(wrapped).double()
-        if step == 2:  # another plan: shards move between ranks
-            engine = wrapped._engine
-            engine._buckets = BucketPolicy((1 << 30,))
-            engine._install(list(range(len(engine.params))))
-    kept = wrapped.sync_state_dict()["residuals"].values()
-    mine = torch.cat([r.flatten() for r in kept]).double()
-    share = (mine != 0).double().mean().item()
-    dist.all_reduce(mine)
-    return ((mine - owed).norm() / owed.norm()).item(), share
-
-
 @pytest.mark.slow("6")
 @pytest.mark.parametrize("world", [4, 6])
 def test_the_residuals_are_what_the_averages_lack(world):
-    for off, share in run_ranks(on_nodes, world, residual_mass, hierarchical("int4"), timeout=120):
+    """Another plan moves shards between ranks."""
+    wire = hierarchical("int4")
+    for off, share in run_ranks(on_nodes, world, residual_mass, wire, True, timeout=120):
         assert off < 1e-4
         assert share < 0.6  # of its shard alone
 

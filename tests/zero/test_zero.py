@@ -180,31 +180,6 @@ def test_state_of_a_part_that_is_none_of_its_elements_is_an_error(shard_by):
     assert run_ranks(save_sized, 3, shard_by) == [True] * 3
 
 
-def closures(rank, world):
-    results = []
-    for zero in (0, 1):
-        module = net()
-        model = FastDDP(module, zero=zero, find_unused_parameters=True)
-        optimizer = optim.SGD(model.parameters(), 0.05, momentum=0.9)
-        losses = []
-        for step in range(STEPS):
-
-            def closure(step=step, model=model, optimizer=optimizer):
-                optimizer.zero_grad()
-                loss = model(batch(rank, step)).mean()
-                loss.backward()
-                return loss
-
-            losses.append(optimizer.step(closure).item())
-        results.append([torch.tensor(losses), *(p.detach() for p in module.parameters())])
-    return results
-
-
-def test_closures():
-    for wanted, found in run_ranks(closures, 2):
-        assert close(found, wanted)
-
-
 def grow(rank, world):
     """A group that is added later, a frozen half, a learning rate that changes."""
     results = []
@@ -345,8 +320,6 @@ def wrap_with(rank, world, arguments):
 
 
 FEATURES = {
-    "int8": {"wire": "int8"},
-    "topk": {"wire": "topk"},
     "chunked topk": {"wire": ChunkedTopK(0.1)},
     "mixed": {"mixed_precision": _MixedPrecision(torch.bfloat16, torch.float32, None)},
     "copies": {"gradient_as_bucket_view": False},

@@ -133,40 +133,6 @@ def test_three_ranks_hold_the_same_rounded_masters(wire, shared):
 # Against exact parameters.
 
 
-def learned(rank, world, wire):
-    """A small model after 60 steps: exact weights, and the loss of what the ranks compute with."""
-    torch.manual_seed(5)
-    module = nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 8))
-    model, optimizer = wrapped(wire, "adamw", module=module)
-    rule = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
-
-    def loss_of(seed, size):
-        x = torch.randn(size, 24, generator=torch.Generator().manual_seed(seed))
-        return nn.functional.mse_loss(model(x), (x @ rule).sin())
-
-    for step in range(60):
-        optimizer.zero_grad()
-        loss_of(2 * step + rank, 64).backward()
-        optimizer.step()
-    exact = weights(model) if wire is None else masters(model, optimizer)
-    with torch.no_grad():
-        return torch.cat([m.flatten() for m in exact]), loss_of(-1, 2048).item()
-
-
-# How far the masters may be from the weights of exact training, relative to their norm.
-FOLLOWS = {"bf16": 0.01, "fp16": 0.002, "fp8_e4m3": 0.06, "int8": 0.015}
-
-
-@pytest.mark.slow(but=("int8",))
-@pytest.mark.parametrize("wire", PARAMETER_WIRES)
-def test_training_follows_that_of_exact_parameters(wire):
-    wanted, loss = run_ranks(learned, 2, None)[0]
-    found, rounded_loss = run_ranks(learned, 2, wire)[0]
-    distance = ((found - wanted).norm() / wanted.norm()).item()
-    assert 0 < distance < FOLLOWS[wire], distance
-    assert abs(rounded_loss / loss - 1) < 0.02, (rounded_loss, loss)
-
-
 @pytest.mark.slow
 def test_a_training_ends_where_one_without_codes_does():
     assert abs(loss_of("gpt", "int8") / loss_of("gpt", "None") - 1) < 0.002
