@@ -138,7 +138,7 @@ def facts_of_this_rank(store: Store | None, local_rank: int) -> Facts:
         versions=_versions(),
         prebuilt=prebuilt,
         cache=(str(folder), shutil.disk_usage(there).free / 2**30),
-        cuda_error=build_error or core.device_problem(torch.device("cuda")),
+        cuda_error=build_error or core.device_problem("cuda"),
         build_error=build_error,
         backends=tuple(name for name in _BACKENDS if dist.is_backend_available(name)),
         variables=variables,

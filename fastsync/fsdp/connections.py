@@ -44,7 +44,7 @@ class Connections:
     @cached_property
     def log(self) -> core.UnitLog:
         """Return the log of what the units do, step by step."""
-        return core.make_unit_log()
+        return core.UnitLog()
 
     def merge(self, other: Connections) -> None:
         """Take the links of a unit that was alone, and belongs to these from now on."""
@@ -87,7 +87,7 @@ class Connections:
         self._named = dtype_shards
         self.infos[:] = [info for unit in units for info in _infos(unit)]
         for number, (dtype_shard, info) in enumerate(zip(dtype_shards, self.infos, strict=True)):
-            dtype_shard.call(core.make_unit_name(number, info.words, info.parameters))
+            dtype_shard.call(core.UnitName(number, info.words, info.parameters))
         names = [f"unit {info.name!r}" for info in self.infos]
         for links in links_in(units):
             for peers in links.peers():

@@ -118,7 +118,7 @@ class Context(StepWatcher, Generic[S]):
             if context is not None:
                 context.states[0].announce_backward()
 
-        return core.make_unit_gradients(announce)
+        return core.UnitGradients(announce)
 
     def units(self) -> list[Unit]:
         return [state.unit for state in self.states if state.unit is not None]

@@ -117,7 +117,7 @@ class DtypeShard:
     def _core_layout_of(self, laid: ChunkLayout, codes: Codes | None) -> core.UnitLayout:
         name = self.members[0].name
         spec = None if codes is None else codes.spec(laid, self.place.world, name)
-        return core.make_unit_layout(laid.places, laid.chunk, laid.packed, laid.flags, spec)
+        return core.UnitLayout(laid.places, laid.chunk, laid.packed, laid.flags, spec)
 
     # --- shares
 
@@ -299,7 +299,7 @@ class DtypeShard:
         members = [(s.sizes, s.dim, o) for s, o in zip(shapes, offsets, strict=True)]
         dtypes = (self.dtype, self.compute, self.reduce)
         device, tag = self.place.device, self.links.next_tag()
-        made = core.make_unit(self.links.core, members, dtypes, device, tag)
+        made = core.Unit(self.links.core, members, dtypes, str(device), tag)
         if self.name is not None:
             made.set_name(self.name)
         return made

@@ -82,12 +82,12 @@ class Links:
         used = new_cpu_group(place.group, "units", groups) if own else place.group
         _agree(place, used, statement)
         memory = share_memory(used, 0) if own and in_memory else None
-        links = core.make_unit_links(used, memory, mark)
+        links = core.UnitLinks(resolvable_name(used), memory, mark)
         groups.end_with(links)
         replicas = None
         if place.replicas is not None:
             _look_out(place, place.replicas)
-            peers = core.make_unit_peers(place.replicas.rank())
+            peers = core.UnitPeers(place.replicas.rank())
             replicas = Peers(peers, place.replicas, place.device)
         shares = Peers(links.peers(), place.group, place.device)
         travels = place.by_messages and place.world > 1 and memory is None

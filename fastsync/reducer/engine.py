@@ -93,7 +93,7 @@ class Engine:
         self._locals = LocalGradients(leaves) if any(map(is_dtensor, leaves)) else None
         self._tensors = tensors = leaves if self._locals is None else self._locals.tensors
         compute = policy.mixed.param
-        self.precision = None if compute is None else core.make_precision(tensors, compute)
+        self.precision = None if compute is None else core.Precision(tensors, compute)
         names = [p.name for p in params]
         self.core = core.make_reducer(tensors, leaves, names, group, policy, self.precision)
         self.core.use_watch(watch_of(group))

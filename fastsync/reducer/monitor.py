@@ -184,7 +184,7 @@ def _first_offers(mine: Offer, group: dist.ProcessGroup, store: Store) -> list[O
     looks = talks_by_gloo(group)
     try:
         with needing_store(group, _WRAPPING):
-            scope = Arrivals(store, me, warn_after, core.process_has_ended, looks)
+            scope = Arrivals(store, me, warn_after, _has_ended, looks)
     except UnreachableStoreError as error:
         # The others would say that this rank has not come, so it tells them in the group.
         mine, lost = Offer(None, mine.process, mine.machine, str(error)), error
@@ -198,6 +198,11 @@ def _first_offers(mine: Offer, group: dist.ProcessGroup, store: Store) -> list[O
     if scope is not None:
         scope.passed()
     return offers
+
+
+def _has_ended(process: int) -> bool:
+    """Return whether a process of this machine has ended; only then is there an extension."""
+    return core.process_has_ended(process)
 
 
 def explained(group: dist.ProcessGroup, label: str) -> contextlib.AbstractContextManager[None]:

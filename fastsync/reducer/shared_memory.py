@@ -85,7 +85,7 @@ def _make_offer(
             return None, _Offer("", None, "FASTSYNC_SHM is 0")
         host = network_space()
         size = max(_ADDRESSES // group.size(), _BUFFERS * param_bytes)
-        memory = core.make_memory(size)
+        memory = core.SharedMemory(size)
     except (OSError, RuntimeError, ValueError) as error:
         return None, _Offer("", None, str(error))
     return memory, _Offer(host, memory.address())

@@ -313,7 +313,7 @@ class Codes:
             size = align_up(size, _FILL)
         payload = torch.zeros(size, dtype=torch.uint8, device=flat.device)
         if isinstance(self.codec, Format):
-            core.encode([flat], [0], payload, (self.codec.name, self.numel))
+            core.encode([flat], [0], payload, (self.codec.name, self.numel), 1.0)
         else:
             self.codec.encode(flat, payload)
         return payload

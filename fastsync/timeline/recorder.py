@@ -24,14 +24,13 @@ import torch.distributed as dist
 from fastsync._build.env import Env
 from fastsync._torch import backend_name, group_store, resolvable_name
 from fastsync.faults.clocks import ClockOffset, Mailbox, align_clocks
+from fastsync.reducer import core
 from fastsync.reducer.buckets import BucketPlan
-from fastsync.reducer.core import make_timeline
 from fastsync.timeline.data import BucketInfo, RankRecord, RankStep, Run, in_rounds, steps_of
 from fastsync.timeline.moves import Event, UnitInfo
 from fastsync.timeline.timeline_policy import TimelinePolicy
 
 if TYPE_CHECKING:
-    from fastsync.reducer.core import Timeline
     from fastsync.reducer.engine import Engine
 
 __all__ = ["RecordedModel", "Recorder", "record_steps"]
@@ -63,7 +62,7 @@ class Steps(Protocol):
     def steps(self) -> int:
         """Return the number of steps that have been made."""
 
-    def set_timeline(self, timeline: Timeline | None) -> None:
+    def set_timeline(self, timeline: core.Timeline | None) -> None:
         """Record there from now on."""
 
 
@@ -89,7 +88,7 @@ class Recorder:
         self._store = group_store(group)
         names = zlib.crc32("\n".join(model.parameters).encode())
         self._place = f"timeline/{resolvable_name(group)}/{names}"
-        self._timeline = make_timeline(policy.capacity, model.device)
+        self._timeline = core.Timeline(policy.capacity, str(model.device))
         self._rounds: deque[Event] = deque(maxlen=policy.capacity)  # marks of averages, by sync=
         self._fragments: dict[tuple[str, ...], int] = {}
         self.sizes: Mapping[str, int] = {}
@@ -228,13 +227,13 @@ class _LocalSteps:
     """Steps of optimizers, where gradients may stay local."""
 
     made: Callable[[], int]
-    core: Steps
+    inner: Steps
 
     def steps(self) -> int:
         return self.made()
 
-    def set_timeline(self, timeline: Timeline | None) -> None:
-        self.core.set_timeline(timeline)
+    def set_timeline(self, timeline: core.Timeline | None) -> None:
+        self.inner.set_timeline(timeline)
 
 
 def record_steps(
@@ -260,7 +259,7 @@ def record_steps(
     if made is None:
         engine.on_step = recorder.before_step
     else:
-        engine.on_step = lambda core: recorder.before_step(_LocalSteps(made, core))
+        engine.on_step = lambda inner: recorder.before_step(_LocalSteps(made, inner))
     return recorder
 
 

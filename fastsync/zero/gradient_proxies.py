@@ -238,7 +238,7 @@ class GradientShards:
         self._pieces = [self.shard[start : start + numel] for start, numel, _ in self._ranges]
         self.proxies: list[torch.Tensor] = [self._proxy(i) for i in range(len(self.params))]
         me = weakref.ref(self)
-        self.core = core.make_sharded_gradients(
+        self.core = core.ShardedGradients(
             self.shard, self.params, self.proxies, lambda index: _release(me, index)
         )
 
