@@ -7,9 +7,8 @@ torch's, hence private.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from fastsync.zero.gradient_norms import Apart, Holders
 from fastsync.zero.optimizer_checkpoint import OptimizerCheckpoint
 from fastsync.zero.sharded_optimizer import ShardedOptimizers
 
-__all__ = ["DDPLogger", "DDPReducer", "in_lockstep"]
+__all__ = ["DDPLogger", "DDPReducer"]
 
 
 class DDPReducer:
@@ -211,13 +210,6 @@ def _apart(engine: Engine) -> Apart | None:
         parts += [(ids, count) for count, ids in sorted(by_count.items())]
     place = make_rendezvous(engine.group, "norm over groups", Env.read().agree_timeout)
     return Apart(Exchange(engine.group, place, None, engine.params), parts)
-
-
-def in_lockstep(model: weakref.ref[Any]) -> bool:
-    """Return whether all ranks have all forwards in common: under join(), and under no_sync()."""
-    alive = model()
-    joins = alive is not None and alive._join_config.enable
-    return alive is not None and bool(joins or alive._engine.policy.reduces_always)
 
 
 class DDPLogger:

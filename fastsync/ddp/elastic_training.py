@@ -511,13 +511,6 @@ def _refuse(reducer: Reducer) -> None:
     )
 
 
-def _alive(elastic: weakref.ref[Elastic]) -> Elastic:
-    """Return the object whose model makes a step, or a plan."""
-    found = elastic()
-    assert found is not None
-    return found
-
-
 def make_elastic(model: Front, engine: Engine, policy: ElasticPolicy) -> Elastic | None:
     """Make a complete model elastic; refuse what cannot be survived. None if it is alone.
 
@@ -541,16 +534,16 @@ def make_elastic(model: Front, engine: Engine, policy: ElasticPolicy) -> Elastic
     elastic = Elastic(model, engine, policy, identity, sharded, rounds)
     if identity.returns:
         engine.on_step = _refuse
-    me = weakref.ref(elastic)  # the reducer must not keep its engine alive
+    me = weakref.proxy(elastic)  # the reducer must not keep its engine alive
     if sharded is not None:
-        sharded.delivery.share_late = lambda: _alive(me).share_late()
-        sharded.delivery.until_all = lambda task: _alive(me).until_all(task)
+        sharded.delivery.share_late = lambda: me.share_late()
+        sharded.delivery.until_all = lambda task: me.until_all(task)
     if rounds is not None:
-        rounds.together = lambda *task: _alive(me).average(*task)
+        rounds.together = lambda *task: me.average(*task)
     engine.core.survive(
-        lambda *found: _alive(me).meet(*found),
-        lambda: _alive(me).rebuild(),
+        lambda *found: me.meet(*found),
+        lambda: me.rebuild(),
         elastic.timeout.total_seconds(),
     )
-    engine.during = lambda task: _alive(me).during(task)
+    engine.during = lambda task: me.during(task)
     return elastic

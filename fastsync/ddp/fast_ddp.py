@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -45,7 +44,7 @@ from fastsync.ddp.buffers import (
     by_group,
     can_broadcast,
 )
-from fastsync.ddp.ddp_objects import DDPLogger, DDPReducer, in_lockstep
+from fastsync.ddp.ddp_objects import DDPLogger, DDPReducer
 from fastsync.ddp.elastic_training import Elastic, Membership, make_elastic
 from fastsync.ddp.guards import make_guards
 from fastsync.ddp.logging_data import wrap_facts
@@ -59,6 +58,7 @@ from fastsync.reducer.engine import Engine
 from fastsync.reducer.mean_weights import MeanWeights
 from fastsync.reducer.monitor import come_together, explained
 from fastsync.reducer.process_groups import OwnGroups, find_parts, new_group
+from fastsync.reducer.weak_calls import weakly
 from fastsync.sync.rounds import Rounds, make_rounds, rounds_of
 from fastsync.timeline.recorder import Recorder, record_steps
 from fastsync.timeline.stats import SyncStats, make_stats
@@ -341,15 +341,13 @@ class FastDDP(Front):
         )
         facts = wrap_facts(self, self._buckets, self._policy, static_graph)
         logger = DDPLogger(engine, facts)
-        # A reference to itself would keep the model until it is collected.
-        lockstep = partial(in_lockstep, weakref.ref(self))
         self._guards = make_guards(engine, self.module, frozenset(self.parameters_to_ignore))
         self._skips = Skips(engine) if self._policy.may_skip else None
         sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
         rounds = None
         if mode is not None:
-            on_round = partial(_end_of_round, weakref.ref(self))
             elastic = self._policy.elastic is not None
+            on_round = weakly(self._sync_buffers_after_round)
             rounds = make_rounds(mode, named, self.process_group, on_round, nodes, elastic)
         recorder = record_steps(
             self._timeline,
@@ -360,10 +358,15 @@ class FastDDP(Front):
         )
         if rounds is not None and recorder is not None:
             rounds.exchange.note = recorder.note
+        lockstep = weakly(self._in_lockstep)
         self.reducer = DDPReducer(engine, logger, recorder, lockstep, sharded, rounds)
         self.logger = logger
         self._passing_sync_batchnorm_handle(self.module)
         split_graphs_at_buckets()
+
+    def _in_lockstep(self) -> bool:
+        """Return whether all ranks have all forwards in common: under join(), and no_sync()."""
+        return bool(self._join_config.enable or self._engine.policy.reduces_always)
 
     @property
     def _engine(self) -> Engine:
@@ -389,6 +392,11 @@ class FastDDP(Front):
         """
         if self._rounds is not None:
             self._rounds.end_round()
+
+    def _sync_buffers_after_round(self) -> None:
+        """Broadcast rank 0's buffers, if forwards would without `sync`."""
+        if self.broadcast_buffers and self.modules_buffers:
+            self._sync_buffers()
 
     def _graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Asked while torch.compile splits a graph of the module."""
@@ -750,10 +758,3 @@ def _mode(wanted: SyncMode | str | None, delayed: object) -> SyncMode | None:
             "their ranks; leave one of them out"
         )
     return mode
-
-
-def _end_of_round(model: weakref.ref[FastDDP]) -> None:
-    """Broadcast rank 0's buffers at the end of a round, if forwards would without `sync`."""
-    alive = model()
-    if alive is not None and alive.broadcast_buffers and alive.modules_buffers:
-        alive._sync_buffers()

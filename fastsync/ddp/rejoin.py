@@ -113,11 +113,11 @@ class Returns(StepWatcher):
         self._ours = {id(param.tensor) for param in engine.params}
         self._lates = 0  # times that the others have gone on without this rank
         elastic.may_return = True
-        me = weakref.ref(self)  # no caller of this is to keep it
-        elastic.place.waiting = lambda: _alive(me)._doorway.waiting(())
-        elastic.invite = lambda *found: _alive(me)._doorway.admit(*found)
-        elastic.hand_over = lambda *found: _alive(me)._hand_over(*found)
-        engine.on_step = lambda core: _alive(me).before_forward()
+        me = weakref.proxy(self)  # no caller of this is to keep it
+        elastic.place.waiting = lambda: me._doorway.waiting(())
+        elastic.invite = lambda *found: me._doorway.admit(*found)
+        elastic.hand_over = lambda *found: me._hand_over(*found)
+        engine.on_step = lambda core: me.before_forward()
         watch_steps(self)
 
     def take_part(self, settings: Sequence[str]) -> None:
@@ -295,10 +295,3 @@ class Returns(StepWatcher):
             self._elastic.rounds.join(given["rounds"])
         progress = Progress(given["steps"], given["order"], Network(*given["network"]))
         engine.resume(progress, residuals={}, follows=True)
-
-
-def _alive(returns: weakref.ref[Returns]) -> Returns:
-    """Return the object whose model makes a step."""
-    found = returns()
-    assert found is not None
-    return found

@@ -30,6 +30,7 @@ from fastsync.reducer import core
 from fastsync.reducer.mean_weights import MeanWeights, Number
 from fastsync.reducer.optimizer_hooks import Arguments, StepWatcher, params_of, watch_steps
 from fastsync.reducer.reports import UnitCounters
+from fastsync.reducer.weak_calls import weakly
 from fastsync.timeline.recorder import Recorder
 
 __all__ = ["Context"]
@@ -111,14 +112,10 @@ class Context(StepWatcher, Generic[S]):
         """Return the watch for gradients that arrive while no output of a module has announced
         them.
         """
-        alive = weakref.ref(self)
+        return core.UnitGradients(weakly(self._announce_backward))
 
-        def announce() -> None:
-            context = alive()
-            if context is not None:
-                context.states[0].announce_backward()
-
-        return core.UnitGradients(announce)
+    def _announce_backward(self) -> None:
+        self.states[0].announce_backward()
 
     def units(self) -> list[Unit]:
         return [state.unit for state in self.states if state.unit is not None]

@@ -6,11 +6,11 @@ runs alone. `Engine` owns the reducer; FastDDP owns the engine.
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ from fastsync.reducer.routes import Routes
 from fastsync.reducer.step_timing import StepTimingWatch
 from fastsync.reducer.sync_state import Progress
 from fastsync.reducer.unused_parameters import NamedParam, UnusedParams
+from fastsync.reducer.weak_calls import weakly
 from fastsync.wire.formats import Wire
 
 __all__ = ["Engine", "NamedParam", "ShardedUnit"]
@@ -120,8 +121,7 @@ class Engine:
         self.weights: MeanWeights | None = None
         self._divisor = float(group.size())
         self._watch_backwards()
-        me = weakref.ref(self)
-        self.core.on_plan_due(lambda: _end_step(me))
+        self.core.on_plan_due(weakly(self._end_step))
         # Autograd reaches the last registered layers first.
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
         self._install(order)
@@ -263,26 +263,20 @@ class Engine:
         """
         device = self._params[0].tensor.device
         weights = MeanWeights(self._group, str(self._identity()), device, averages, apart)
-        me = weakref.ref(self)
-
-        def engine() -> Engine:
-            alive = me()
-            assert alive is not None, "a backward of a model that is gone"
-            return alive
-
-        def begin_backward(accumulated: bool) -> list[int]:
-            if engine().plan.buckets:
-                return weights.begin_backward(accumulated)
-            weights.drop()
-            return []
-
-        def start(backwards: int) -> None:
-            weights.start(backwards, engine()._divisor)
-            engine().core.at_end(weights.note_mean)
-
-        self._watch_backwards(begin_backward, start, weights.scale)
+        begin = partial(weakly(self._begin_weighted), weights)
+        self._watch_backwards(begin, partial(weakly(self._start_weighted), weights), weights.scale)
         self.weights = weights
         return weights
+
+    def _begin_weighted(self, weights: MeanWeights, accumulated: bool) -> list[int]:
+        if self.plan.buckets:
+            return weights.begin_backward(accumulated)
+        weights.drop()
+        return []
+
+    def _start_weighted(self, weights: MeanWeights, backwards: int) -> None:
+        weights.start(backwards, self._divisor)
+        self.core.at_end(weights.note_mean)
 
     def _watch_backwards(
         self,
@@ -291,21 +285,17 @@ class Engine:
         scale: Callable[[], float | torch.Tensor] | None = None,
     ) -> None:
         """Let the reducer call these, as `MeanWeights` says, around what DTensors need."""
-        its = self._locals
-        if its is None:
-            self.core.use_weights(begin, start, scale)
-            return
-        me = weakref.ref(self)
+        if self._locals is not None:
+            start = partial(weakly(self._start_locally), self._locals, start)
+        self.core.use_weights(begin, start, scale)
 
-        def start_locally(backwards: int) -> None:
-            alive = me()
-            assert alive is not None, "a backward of a model that is gone"
-            its.begin()
-            alive.core.at_end(its.finish)  # before what `start` has called at the end
-            if start is not None:
-                start(backwards)
-
-        self.core.use_weights(begin, start_locally, scale)
+    def _start_locally(
+        self, its: LocalGradients, start: Callable[[int], None] | None, backwards: int
+    ) -> None:
+        its.begin()
+        self.core.at_end(its.finish)  # before what `start` has called at the end
+        if start is not None:
+            start(backwards)
 
     def graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return the groups of parameters at which torch.compile splits a graph, one for each
@@ -528,6 +518,11 @@ class Engine:
         self.core.forget_plans()
 
     def _end_step(self) -> None:
+        """End a step for the reducer, where a plan is due."""
+        with without_modes():  # those of the backward that has just ended
+            self.during(self._plan_after_step)
+
+    def _plan_after_step(self) -> None:
         if self._follows and self.core.stats()["steps"] == 1:
             self._install(self._order())  # the others have seen an order before
         else:
@@ -553,12 +548,3 @@ class Engine:
         agreed = agree_on_plan(mine, self._group, self._params[0].tensor.device)
         self.network = agreed.network
         return list(agreed.trained), list(agreed.order)
-
-
-def _end_step(engine: weakref.ref[Engine]) -> None:
-    """End a step for the reducer, where a plan is due; it must not keep its engine alive."""
-    alive = engine()
-    if alive is None:
-        return
-    with without_modes():  # those of the backward that has just ended
-        alive.during(alive._end_step)

@@ -26,6 +26,7 @@ from torch.autograd.graph import increment_version
 
 from fastsync._torch import WrapperTensor, map_tensors
 from fastsync.reducer import core
+from fastsync.reducer.weak_calls import weakly
 from fastsync.zero.exchange import Exchange
 from fastsync.zero.flat_buffer import FlatBuffer
 
@@ -237,9 +238,8 @@ class GradientShards:
         # Made once: a view that is made while torch dispatches has a version of its own.
         self._pieces = [self.shard[start : start + numel] for start, numel, _ in self._ranges]
         self.proxies: list[torch.Tensor] = [self._proxy(i) for i in range(len(self.params))]
-        me = weakref.ref(self)
         self.core = core.ShardedGradients(
-            self.shard, self.params, self.proxies, lambda index: _release(me, index)
+            self.shard, self.params, self.proxies, weakly(self.release)
         )
 
     def version(self) -> int:
@@ -321,12 +321,6 @@ def make_whole(params: Iterable[torch.Tensor]) -> None:
     for param in params:
         if isinstance(param.grad, ShardedGradient):
             param.grad = param.grad.share.make_whole()
-
-
-def _release(shards: weakref.ref[GradientShards], index: int) -> None:
-    alive = shards()
-    if alive is not None:
-        alive.release(index)
 
 
 _on = ShardedGradient.handles

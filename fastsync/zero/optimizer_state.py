@@ -104,11 +104,11 @@ class Slices:
         spaces: where the parameters lie.
         exchange: collects values of all ranks.
         order: the parameters in the order of the optimizer's groups.
-        template: a weak reference to what returns the state that a first step makes of a parameter
-            of a space, without its elements; None: a step makes none.
-        siblings: a weak reference to what returns what this rank steps on of the parameters in the
-            same group.
-        writes: a weak reference to what returns a context in which the script changes values.
+        template: returns the state that a first step makes of a parameter of a space, without its
+            elements; None: a step makes none.
+        siblings: returns what this rank steps on of the parameters in the same group.
+        writes: returns a context in which the script changes values. Like the others it keeps
+            nothing alive, and returns None once the optimizer is gone.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class Slices:
         spaces: Sequence[FlatBuffer],
         exchange: Exchange,
         order: Sequence[torch.Tensor],
-        template: Callable[[], Callable[[FlatBuffer, int], State | None] | None],
-        siblings: Callable[[], Callable[[torch.Tensor], Sequence[torch.Tensor]] | None],
-        writes: Callable[[], Callable[[], AbstractContextManager[None]] | None],
+        template: Callable[[FlatBuffer, int], State | None],
+        siblings: Callable[[torch.Tensor], Sequence[torch.Tensor] | None],
+        writes: Callable[[], AbstractContextManager[None] | None],
     ) -> None:
         self.exchange, self.rank = exchange, exchange.group.rank()
         self._template, self._siblings, self._writes = template, siblings, writes
@@ -135,8 +135,7 @@ class Slices:
 
     def writing(self) -> AbstractContextManager[None]:
         """Enter once other ranks do not need the values as they are. Every rank does."""
-        writes = self._writes()
-        return nullcontext() if writes is None else writes()
+        return self._writes() or nullcontext()
 
     def note_step(self, space: FlatBuffer) -> None:
         """Note a step on the parameters of a space that have gradients."""
@@ -169,8 +168,7 @@ class Slices:
 
     def _update(self, held: Mapping[Any, Any], param: torch.Tensor, each: _Elsewhere) -> None:
         space, index = self.places[param]
-        template = self._template()
-        made = None if template is None else template(space, index)
+        made = self._template(space, index)
         each.steps, steps = 0, each.steps
         if made is None:
             return
@@ -195,8 +193,7 @@ class Slices:
         self, held: Mapping[Any, Any], param: torch.Tensor, name: str, step: object
     ) -> object:
         """Return a number that follows from settings and steps: that of another parameter."""
-        siblings = self._siblings()
-        for tensor in siblings(param) if siblings is not None else ():
+        for tensor in self._siblings(param) or ():
             state = held.get(tensor, {})
             if name in state and step is not None and state.get("step") == step:
                 value = state[name]

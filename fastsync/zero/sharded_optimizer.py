@@ -45,6 +45,7 @@ from fastsync.reducer.optimizer_hooks import (
     watch_steps,
     with_loss,
 )
+from fastsync.reducer.weak_calls import weakly
 from fastsync.wire.formats import FORMATS
 from fastsync.zero.delivery import Delivery
 from fastsync.zero.exchange import Exchange
@@ -359,10 +360,9 @@ class ShardedOptimizer:
         before = getattr(self, "slices", None)
         order = [param for group in self._full for param in group]
         exchange = self._owner.exchange
-        # By weak references: a cycle would keep the model until it is collected.
-        template, alike = weakref.WeakMethod(self._first_state), weakref.WeakMethod(self._alike)
-        writes = weakref.WeakMethod(self._writing)
-        self.slices = Slices(spaces, exchange, order, template, alike, writes)
+        # A cycle would keep the model until it is collected.
+        made_of_self = weakly(self._first_state), weakly(self._alike), weakly(self._writing)
+        self.slices = Slices(spaces, exchange, order, *made_of_self)
         self._view.slices = [each for each in self._view.slices if each is not before]
         self._view.slices.append(self.slices)
 

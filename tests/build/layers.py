@@ -97,7 +97,7 @@ MODULE_LAYERS = {
         ["__init__"],
     ],
     "reducer": [
-        ["bucket_layout"],
+        ["bucket_layout", "weak_calls"],
         ["buckets"],
         [
             *("core", "local_gradients", "optimizer_hooks", "reports", "tied_parameters"),
