@@ -31,7 +31,7 @@ T = TypeVar("T", bound="WrapperTensor")
 
 
 class WrapperTensor(torch.Tensor):
-    """A tensor without memory. A subclass defines `__torch_dispatch__`."""
+    """A tensor without memory, whose operators are those that a subclass handles."""
 
     _handlers: ClassVar[dict[Any, Callable[..., Any]]]  # of each subclass, by operator
 
@@ -54,6 +54,20 @@ class WrapperTensor(torch.Tensor):
         return register
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = cls._handlers.get(func)
+        result = NotImplemented if handler is None else handler(func, *args, **kwargs)
+        return cls.otherwise(func, args, kwargs) if result is NotImplemented else result
+
+    @classmethod
+    def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make an operator that has no handler, or arguments that its handler is not for."""
+        raise NotImplementedError
 
     @classmethod
     def without_memory(cls: type[T], like: torch.Tensor, values: torch.Tensor | None = None) -> T:

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
-from fastsync._torch import WrapperTensor, map_tensors
+from fastsync._torch import map_tensors
 from fastsync.reducer import core
 from fastsync.reducer.weak_calls import weakly
-from fastsync.zero.exchange import Exchange
+from fastsync.zero.exchange import Exchange, SpreadTensor
 from fastsync.zero.flat_buffer import FlatBuffer
 
 __all__ = [
@@ -175,7 +175,7 @@ class Share:
         return self.whole
 
 
-class ShardedGradient(WrapperTensor):
+class ShardedGradient(SpreadTensor):
     """Tensor in `param.grad` that stands for a gradient spread over the ranks."""
 
     share: Share
@@ -187,38 +187,19 @@ class ShardedGradient(WrapperTensor):
         proxy.share = share
         return proxy
 
+    def whole(self) -> torch.Tensor:
+        return self.share.make_whole()
+
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        handler = cls._handlers.get(func)
-        result = NotImplemented if handler is None else handler(func, *args, **kwargs)
-        if result is not NotImplemented:
-            return result
-        args, kwargs = map_tensors(cls, lambda proxy: proxy.share.make_whole(), (args, kwargs))
+    def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = map_tensors(cls, cls.whole, (args, kwargs))
         return func(*args, **kwargs)
 
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return (
-            f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}; spread over the "
-            "ranks: clone() it on every rank to see its elements)"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.share.make_whole().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.share.make_whole().clone()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.share.make_whole().numpy(force=force)
-
     def data_ptr(self) -> int:
-        return self.share.make_whole().data_ptr()
+        return self.whole().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self.share.make_whole().untyped_storage()
+        return self.whole().untyped_storage()
 
 
 class GradientShards:
@@ -326,12 +307,6 @@ def make_whole(params: Iterable[torch.Tensor]) -> None:
 _on = ShardedGradient.handles
 
 
-def _is_scalar(value: object) -> bool:
-    return not isinstance(value, torch.Tensor) or (
-        value.dim() == 0 and not isinstance(value, ShardedGradient)
-    )
-
-
 def _changed(proxies: Sequence[ShardedGradient]) -> None:
     """Note averages that were written here, where torch does not count that."""
     increment_version([proxy.share.piece for proxy in proxies])
@@ -388,7 +363,7 @@ def _accumulate(func: Any, proxy: Any, other: torch.Tensor, *, alpha: float = 1)
     "nan_to_num_.default",
 )
 def _elementwise(func: Any, proxy: Any, *others: Any, **named: Any) -> Any:
-    if not _averages([proxy]) or not all(map(_is_scalar, others)):
+    if not _averages([proxy]) or not all(map(ShardedGradient.is_number, others)):
         return NotImplemented
     func(proxy.share.piece, *others, **named)
     _changed([proxy])
@@ -404,7 +379,7 @@ def _elementwise(func: Any, proxy: Any, *others: Any, **named: Any) -> Any:
     "_foreach_clamp_max_.Scalar",
 )
 def _elementwise_all(func: Any, proxies: Sequence[Any], other: Any) -> Any:
-    if not _averages(proxies) or not _is_scalar(other):
+    if not _averages(proxies) or not ShardedGradient.is_number(other):
         return NotImplemented
     func([proxy.share.piece for proxy in proxies], other)
     _changed(proxies)

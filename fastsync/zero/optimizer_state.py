@@ -22,12 +22,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastsync._torch import (
-    WrapperTensor,
     is_view_of_argument,
     map_tensors,
     written_arguments,
 )
-from fastsync.zero.exchange import Exchange
+from fastsync.zero.exchange import Exchange, SpreadTensor
 from fastsync.zero.flat_buffer import FlatBuffer
 from fastsync.zero.partition import Slice
 from fastsync.zero.slices import MASTER, State, cut_value
@@ -367,7 +366,7 @@ class _ParamState(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(value, StateSlice) and not value.is_of(self._slices, self._param):
-            value = value.collect()  # for which no rank may wait for readers
+            value = value.whole()  # for which no rank may wait for readers
         with self._slices.writing():
             self._set(name, value)
 
@@ -413,7 +412,7 @@ class _ParamState(MutableMapping[str, Any]):
         return repr(dict(self))
 
 
-class StateSlice(WrapperTensor):
+class StateSlice(SpreadTensor):
     """A value of the state of a whole parameter, of which each rank has what it owns."""
 
     _handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
@@ -444,14 +443,7 @@ class StateSlice(WrapperTensor):
         return proxy
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        handler = cls._handlers.get(func)
-        result = NotImplemented if handler is None else handler(func, *args, **kwargs)
-        if result is not NotImplemented:
-            return result
+    def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_view_of_argument(func):
             raise RuntimeError(
                 f"{func} would make a view of a value of the optimizer's state, which is spread "
@@ -460,12 +452,12 @@ class StateSlice(WrapperTensor):
             )
         wholes: dict[int, torch.Tensor] = {}
 
-        def whole(proxy: StateSlice) -> torch.Tensor:
+        def whole_of(proxy: StateSlice) -> torch.Tensor:
             if id(proxy) not in wholes:
-                wholes[id(proxy)] = proxy.collect()
+                wholes[id(proxy)] = proxy.whole()
             return wholes[id(proxy)]
 
-        full = map_tensors(cls, whole, (args, kwargs))
+        full = map_tensors(cls, whole_of, (args, kwargs))
         result = func(*full[0], **full[1])
         for proxy in written_arguments(func, args, kwargs):
             if isinstance(proxy, StateSlice):
@@ -478,7 +470,7 @@ class StateSlice(WrapperTensor):
         form = (torch.empty(0, dtype=self.dtype, device=self.device), tuple(self.shape))
         return StateSlice(self._slices, self._param, self._name, self._parts, form)
 
-    def collect(self) -> torch.Tensor:
+    def whole(self) -> torch.Tensor:
         """Return all elements. Collective, unless they are numbers that this rank has."""
         space, _ = self._slices.places[self._param]
         for _, part in self._parts:
@@ -529,23 +521,11 @@ class StateSlice(WrapperTensor):
         """Return what this rank has of a piece of the parameter."""
         return next(part for mine, part in self._parts if mine == piece)
 
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return (
-            f"StateSlice(shape={tuple(self.shape)}, dtype={self.dtype}; spread over the ranks: "
-            "clone() it on every rank to see its elements)"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.collect().__reduce_ex__(protocol)
-
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.collect()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.collect().numpy(force=force)
+        return self.whole()
 
     def tolist(self) -> Any:
-        return self.collect().tolist()
+        return self.whole().tolist()
 
     def data_ptr(self) -> int:
         raise RuntimeError(
@@ -569,7 +549,7 @@ def _detach(func: Any, proxy: StateSlice) -> StateSlice:
     *("sqrt_.default", "pow_.Scalar"),
 )
 def _elementwise(func: Any, proxy: Any, *others: Any, **named: Any) -> Any:
-    if not isinstance(proxy, StateSlice) or not all(map(_is_number, others)):
+    if not isinstance(proxy, StateSlice) or not all(map(StateSlice.is_number, others)):
         return NotImplemented
     with proxy.writing():
         for _, part in proxy._parts:
@@ -588,7 +568,7 @@ def _elementwise(func: Any, proxy: Any, *others: Any, **named: Any) -> Any:
 )
 def _elementwise_all(func: Any, proxies: Sequence[Any], *others: Any, **named: Any) -> Any:
     spread = [proxy for proxy in proxies if isinstance(proxy, StateSlice)]
-    if len(spread) < len(proxies) or not all(map(_is_number, others)):
+    if len(spread) < len(proxies) or not all(map(StateSlice.is_number, others)):
         return NotImplemented
     with ExitStack() as stack:
         for proxy in spread:
@@ -604,9 +584,3 @@ def _copy(func: Any, proxy: Any, source: torch.Tensor, non_blocking: bool = Fals
         return NotImplemented
     proxy.write(source.expand(proxy.shape))
     return proxy
-
-
-def _is_number(value: object) -> bool:
-    return not isinstance(value, torch.Tensor) or (
-        value.dim() == 0 and not isinstance(value, StateSlice)
-    )

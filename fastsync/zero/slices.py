@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
+from fastsync.reducer.monitor import gather_watched
 from fastsync.zero.flat_buffer import FlatBuffer
 from fastsync.zero.partition import Slice
 
@@ -22,6 +24,7 @@ __all__ = [
     "join",
     "of_master",
     "unlike_parts",
+    "whole_states",
 ]
 
 T = TypeVar("T")
@@ -127,3 +130,29 @@ def join(space: FlatBuffer, parts: Sequence[tuple[Slice, State]]) -> State:
             space.cut(piece, full).copy_(state[name])
         joined[name] = full
     return joined
+
+
+def whole_states(
+    spaces: Sequence[FlatBuffer],
+    state_of: Callable[[torch.Tensor], State],
+    group: dist.ProcessGroup,
+) -> dict[torch.Tensor, State]:
+    """Return whole states by parameter, without those that have no state. Collective.
+
+    Args:
+        state_of: what this rank has for something that it steps on.
+        group: of the ranks that share the spaces.
+    """
+    whole: dict[torch.Tensor, State] = {}
+    for space in spaces:
+        for batch in batches(space):
+            mine = {
+                piece: state
+                for piece, tensor in space.own.items()
+                if piece.param in batch and (state := state_of(tensor))
+            }
+            place = "the collection of an optimizer's state"
+            parts = by_param(gather_watched(mine, group, place))
+            for index in sorted(parts):
+                whole[space.params[index]] = join(space, list(parts[index].items()))
+    return whole

@@ -45,7 +45,7 @@ from fastsync.faults.state_server import Answer, Call, Server, open_server
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.reducer.monitor import answer_of, explain_end, looker
 from fastsync.reducer.state_transfer import populate
-from fastsync.zero.flat_buffer import FlatBuffer
+from fastsync.zero.flat_buffer import FlatBuffer, is_dense
 from fastsync.zero.optimizer_state import held_state
 from fastsync.zero.partition import Partition, Slice
 from fastsync.zero.slices import MASTER, State, alike, unlike_parts
@@ -212,16 +212,6 @@ def _is_plain(value: object) -> bool:
     )
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill their memory."""
-    filled = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != filled:
-            return False
-        filled *= size
-    return True
-
-
 def _flat(dense: torch.Tensor) -> torch.Tensor:
     """Return the memory of a dense tensor as bytes."""
     order = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
@@ -242,7 +232,7 @@ def _packed(parts: Parts) -> tuple[bytes, list[torch.Tensor]]:
         values = dict(state)
         for name, value in state.items():
             if _is_plain(value):
-                tensor = value.detach() if _is_dense(value) else value.detach().contiguous()
+                tensor = value.detach() if is_dense(value) else value.detach().contiguous()
                 spec = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_cpu)
                 values[name] = _Spec(*spec)
                 tensors.append(tensor)

@@ -124,11 +124,11 @@ MODULE_LAYERS = {
     ],
     "wire": [["formats"], ["plugins"]],
     "zero": [
-        ["delivery", "exchange", "param_kinds", "partition", "rectangles", "step_rules"],
+        ["delivery", "exchange", "partition"],
         ["parameter_codes"],
         ["dcp_chunks", "flat_buffer"],
         ["gradient_proxies", "slices"],
-        ["gradient_norms", "optimizer_state", "unsharded_state"],
+        ["gradient_norms", "optimizer_state"],
         ["state_fetch"],
         ["sharded_optimizer"],
         ["neighbour_copies", "state_passing"],

@@ -216,7 +216,7 @@ FAULTS = [
     Fault(
         "gradients-of-dtensors-as-before-the-forward",
         "fastsync/reducer/engine.py",
-        "            its.begin()\n",
+        "        its.begin()\n",
         "",
         f"{DTENSORS}::test_gradients_that_change_after_the_forward_are_those_of_plain_tensors",
     ),
@@ -594,8 +594,8 @@ FAULTS = [
     Fault(
         "last-buffer-of-a-step-not-sent",
         "fastsync/zero/sharded_optimizer.py",
-        "self._end(self.spaces[-1:] if steps_by_parameter(optimizer) else self.spaces)",
-        "self._end([] if steps_by_parameter(optimizer) else self.spaces)",
+        "self._end(self.spaces[-1:] if _steps_by_parameter(optimizer) else self.spaces)",
+        "self._end([] if _steps_by_parameter(optimizer) else self.spaces)",
         "tests/zero/test_zero.py::test_weights_are_those_of_the_whole_optimizer[2-adamw]",
     ),
     Fault(
