@@ -29,9 +29,7 @@ from fastsync._build.env import Env
 from fastsync.ddp.fast_ddp import FastDDP
 from fastsync.ddp.sharded import ShardedDDP
 from fastsync.faults.consensus import RankMismatchError, Statement, agree
-from fastsync.fsdp.fsdp_module import FSDPModule
-from fastsync.fsdp.step_records import context_of
-from fastsync.fsdp.weights import weights_of
+from fastsync.fsdp.fsdp_module import FSDPModule, context_of, weights_of
 from fastsync.reducer.mean_weights import MeanWeights
 from fastsync.reducer.monitor import make_rendezvous, watched
 

@@ -18,13 +18,13 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from fastsync._torch import local_of
 from fastsync.faults.sync_fault import SyncFault
-from fastsync.fsdp.connections import Connections, links_in, travels
+from fastsync.fsdp.connections import NO_MARK, Connections, fits, links_in, travels
 from fastsync.fsdp.dtype_shard import finalize_gradients, release_gradients
 from fastsync.fsdp.group_links import Links
 from fastsync.fsdp.loaded_state import LoadedStates
 from fastsync.fsdp.local_steps import LocalSteps
-from fastsync.fsdp.memory_budget import NO_MARK, fits
 from fastsync.fsdp.param_group import Unit
 from fastsync.reducer import core
 from fastsync.reducer.mean_weights import MeanWeights, Number
@@ -133,6 +133,11 @@ class Context(StepWatcher, Generic[S]):
         if other.weights is not None:
             raise RuntimeError("add_weight() was called on a module that is not the root")
         other.stop_watching()
+
+    def averages(self) -> list[torch.Tensor | None]:
+        """Return this rank's part of each gradient."""
+        grads = [member.sharded.grad for unit in self.units() for member in unit.members]
+        return [None if grad is None else local_of(grad) for grad in grads]
 
     def all_links(self) -> list[Links]:
         return links_in(self.units())

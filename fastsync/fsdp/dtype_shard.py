@@ -16,9 +16,8 @@ from fastsync._torch import set_local, with_own_storage
 from fastsync.config.policy import UnitWires
 from fastsync.fsdp.cpu_offload import Arriving, staging_of
 from fastsync.fsdp.group_codes import Codes, gradient_codes, parameter_codes
-from fastsync.fsdp.group_links import Links
+from fastsync.fsdp.group_links import FlatGather, Links
 from fastsync.fsdp.mesh import Place
-from fastsync.fsdp.post_forward import PostForwardShard
 from fastsync.fsdp.shard_layout import ChunkLayout, lay_out, whole_offsets
 from fastsync.fsdp.sharded_param import ShardedParam
 from fastsync.reducer import core
@@ -63,6 +62,27 @@ class _Reducing:
     laid: ChunkLayout
     layout: core.UnitLayout
     missed: bool
+
+
+class PostForwardShard:
+    """This rank's part of the memory of whole members, kept between forward and backward.
+
+    The parts of few ranks, which may be those of one machine, make up the whole members. So
+    backward gathers from these ranks alone.
+
+    Args:
+        whole: that memory, one-dimensional.
+        group: group whose ranks keep an equal part each.
+    """
+
+    def __init__(self, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self.group = group
+        count = math.ceil(whole.numel() / group.size())
+        begin = min(count * group.rank(), whole.numel())
+        found = whole[begin : begin + count]
+        self.part = whole.new_zeros(count)
+        self.part[: found.numel()].copy_(found)
+        self.gather: FlatGather | None = None
 
 
 class DtypeShard:
@@ -319,22 +339,26 @@ class DtypeShard:
             with self.staging.sending():
                 way.start_gather()
         else:
-            assert self.links is not None and self.name is not None
-            self._kept.start_gather(self.links.shares.ranks, self.name)
+            self._gather_kept(self._kept)
 
     def finish_gather(self) -> None:
         if self._kept is None:
             self._way().finish_gather()
             self.staging.arrived()
         else:
-            self.start_gather()
-            self._finish_small_gather(self._kept)
+            self._finish_small_gather(self._gather_kept(self._kept))
+
+    def _gather_kept(self, kept: PostForwardShard) -> FlatGather:
+        if kept.gather is None:
+            assert self.links is not None and self.name is not None
+            kept.gather = FlatGather(kept.part, kept.group, self.links.shares.ranks, self.name)
+        return kept.gather
 
     @torch.no_grad()
-    def _finish_small_gather(self, kept: PostForwardShard) -> None:
-        gathered, whole = kept.finish_gather(), self._way().allocate()
+    def _finish_small_gather(self, gather: FlatGather) -> None:
+        gathered, whole = gather.wait(), self._way().allocate()
         whole.copy_(gathered[: whole.numel()])
-        kept.arrived()
+        gather.arrived()
         self._kept = None
 
     @torch.no_grad()
@@ -356,9 +380,9 @@ class DtypeShard:
 
     def drop_part(self) -> None:
         """Drop the kept part; the next gather is of the shares."""
-        if self._kept is not None:
-            self._kept.wait()
-            self._kept = None
+        if self._kept is not None and self._kept.gather is not None:
+            self._kept.gather.wait()
+        self._kept = None
 
     # --- gradients
 

@@ -67,21 +67,17 @@ MODULE_LAYERS = {
     ],
     "fsdp": [
         [
-            *("cpu_offload", "errors", "group_choice", "local_steps", "nested_tensors"),
-            *("registrations", "shard_layout"),
+            *("cpu_offload", "group_choice", "local_steps", "nested_tensors", "shard_layout"),
         ],
         ["mesh"],
         ["group_codes", "group_links", "sharded_param"],
-        ["loaded_state", "post_forward"],
+        ["loaded_state"],
         ["dtype_shard"],
         ["extension_param", "raw_param"],
         ["param_group"],
-        ["memory_budget"],
         ["connections"],
         ["context"],
         ["module_hooks"],
-        ["step_records"],
-        ["weights"],
         ["fsdp_module"],
         ["fully_shard"],
     ],
@@ -97,7 +93,7 @@ MODULE_LAYERS = {
         ["__init__"],
     ],
     "reducer": [
-        ["bucket_layout", "weak_calls"],
+        ["bucket_layout", "registrations", "weak_calls"],
         ["buckets"],
         [
             *("core", "local_gradients", "optimizer_hooks", "reports", "tied_parameters"),
