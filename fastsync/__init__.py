@@ -11,10 +11,8 @@ from types import ModuleType
 from fastsync._build.recipe import BuildError
 from fastsync._build.recipe import source_dir as include_dir
 from fastsync.config.arguments import Faults, Zero
-from fastsync.config.elastic_policy import ElasticPolicy
+from fastsync.config.fault_policies import ElasticPolicy, PreemptionPolicy, ReplicaPolicy
 from fastsync.config.param_groups import Group
-from fastsync.config.preemption_policy import PreemptionPolicy
-from fastsync.config.replica_policy import ReplicaPolicy
 from fastsync.config.sync_modes import Delayed, DiLoCo, LocalSGD
 from fastsync.ddp.elastic_training import Membership
 from fastsync.ddp.fast_ddp import FastDDP

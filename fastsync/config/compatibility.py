@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastsync.config.elastic_policy import may_lose_ranks
+from fastsync.config.fault_policies import may_lose_ranks
 from fastsync.config.policy import MixedPolicy, SyncPolicy
 from fastsync.config.sync_modes import Delayed, DiLoCo
 

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fastsync.config.arguments import Zero, check_parameter_wire
-from fastsync.config.elastic_policy import ElasticPolicy
+from fastsync.config.fault_policies import ElasticPolicy, ReplicaPolicy
 from fastsync.config.param_groups import ParamGroup
-from fastsync.config.replica_policy import ReplicaPolicy
 from fastsync.config.sync_modes import SyncMode
 from fastsync.config.topology import Network, Span
 from fastsync.wire.formats import FORMATS, LEAST_PIECE_BYTES, PIECE_BYTES, Wire, make_codec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -31,12 +31,11 @@ from fastsync._torch import (
 from fastsync.config import compatibility
 from fastsync.config.arguments import Faults, Zero, moved
 from fastsync.config.compatibility import Setup
-from fastsync.config.elastic_policy import ElasticPolicy
+from fastsync.config.fault_policies import ElasticPolicy, PreemptionPolicy, ReplicaPolicy
 from fastsync.config.param_groups import Group, GroupKey
 from fastsync.config.policy import BucketPolicy, MixedPolicy, SyncPolicy
-from fastsync.config.preemption_policy import PreemptionPolicy
-from fastsync.config.replica_policy import ReplicaPolicy
 from fastsync.config.sync_modes import SyncMode, sync_mode
+from fastsync.ddp.added_parameters import AddedParameterGuard
 from fastsync.ddp.buffers import (
     BufferWatch,
     broadcast,
@@ -44,13 +43,14 @@ from fastsync.ddp.buffers import (
     by_group,
     can_broadcast,
 )
-from fastsync.ddp.ddp_objects import DDPLogger, DDPReducer
+from fastsync.ddp.ddp_objects import DDPReducer
 from fastsync.ddp.elastic_training import Elastic, Membership, make_elastic
-from fastsync.ddp.guards import make_guards
-from fastsync.ddp.logging_data import wrap_facts
+from fastsync.ddp.logging_data import DDPLogger, construction_data
 from fastsync.ddp.mixed_precision import announce_mixed_precision, cast_buffers
+from fastsync.ddp.nonfinite import NonFiniteGuard, ScalerGuard
 from fastsync.ddp.preemption_handler import SavePoints
 from fastsync.ddp.rejoin import Returns, Stateful
+from fastsync.ddp.replica_check import ReplicaGuard
 from fastsync.ddp.request import Request, named_params
 from fastsync.ddp.skipping import Attempt, Skips
 from fastsync.reducer import sync_checkpoint
@@ -339,9 +339,9 @@ class FastDDP(Front):
         engine.unused.current = partial(
             named_params, self.module, frozenset(self.parameters_to_ignore)
         )
-        facts = wrap_facts(self, self._buckets, self._policy, static_graph)
-        logger = DDPLogger(engine, facts)
-        self._guards = make_guards(engine, self.module, frozenset(self.parameters_to_ignore))
+        data = construction_data(self, engine, self._buckets.caps[-1], static_graph)
+        logger = DDPLogger(engine, data, self.find_unused_parameters and not static_graph)
+        self._guards = _make_guards(engine, self.module, frozenset(self.parameters_to_ignore))
         self._skips = Skips(engine) if self._policy.may_skip else None
         sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
         rounds = None
@@ -758,3 +758,16 @@ def _mode(wanted: SyncMode | str | None, delayed: object) -> SyncMode | None:
             "their ranks; leave one of them out"
         )
     return mode
+
+
+def _make_guards(engine: Engine, module: nn.Module, ignored: Collection[str]) -> list[object]:
+    """Return the guards that the policy asks for; each works as long as it is referenced."""
+    policy = engine.policy
+    guards: list[object] = [AddedParameterGuard(engine, module, ignored)]
+    if policy.checks_finite:
+        guards.append(NonFiniteGuard(engine))
+    if policy.replicas is not None and engine.group.size() > 1:
+        guards.append(ReplicaGuard(engine, policy.replicas))
+    if policy.groups and engine.group.size() > 1:
+        guards.append(ScalerGuard(engine))
+    return guards

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fastsync._torch import without_modes
-from fastsync.config.replica_policy import ReplicaPolicy
+from fastsync.config.fault_policies import ReplicaPolicy
 from fastsync.faults.wording import name_ranks
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.monitor import explained, watched, watched_call

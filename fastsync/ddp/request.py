@@ -29,6 +29,7 @@ from fastsync._torch import (
 from fastsync.config import compatibility
 from fastsync.config.arguments import Zero
 from fastsync.config.compatibility import Setup
+from fastsync.config.fault_policies import PreemptionPolicy
 from fastsync.config.param_groups import (
     Group,
     GroupKey,
@@ -37,7 +38,6 @@ from fastsync.config.param_groups import (
     find_groups,
 )
 from fastsync.config.policy import BucketPolicy, SyncPolicy
-from fastsync.config.preemption_policy import PreemptionPolicy
 from fastsync.config.sync_modes import NO_GROUP
 from fastsync.ddp.preemption_handler import check_preemption
 from fastsync.faults import consensus

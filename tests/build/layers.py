@@ -28,23 +28,21 @@ MODULE_LAYERS = {
         ["__init__"],
     ],
     "config": [
-        ["param_groups", "switch", "sync_modes", "topology"],
-        ["elastic_policy", "preemption_policy", "replica_policy"],
+        ["fault_policies", "param_groups", "sync_modes", "topology"],
         ["arguments"],
         ["policy"],
         ["compatibility"],
     ],
     "ddp": [
-        ["elastic_limits"],
         [
             *("added_parameters", "buffers", "logging_data", "mixed_precision", "nonfinite"),
-            *("preemption_handler", "rank_identity", "replica_check", "scaler_guard", "skipping"),
+            *("preemption_handler", "rank_identity", "replica_check", "skipping"),
         ],
-        ["ddp_objects", "guards", "request"],
+        ["ddp_objects", "request"],
         ["elastic_training"],
         ["rejoin"],
         ["fast_ddp"],
-        ["saving", "sharded"],
+        ["sharded"],
         ["shares"],
     ],
     "doctor": [
@@ -58,8 +56,7 @@ MODULE_LAYERS = {
     ],
     "faults": [
         [
-            *("clocks", "consensus", "exit_hooks", "launcher_exit", "node_links", "stores"),
-            *("sync_fault", "wording"),
+            *("clocks", "consensus", "exit_hooks", "node_links", "stores", "sync_fault", "wording"),
         ],
         ["machines"],
         ["barrier", "exit_reasons", "join_gate", "preemption_vote", "rendezvous", "survivors"],

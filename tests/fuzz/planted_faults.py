@@ -201,7 +201,7 @@ FAULTS = [
     ),
     Fault(
         "overflow-known-in-its-group-alone",
-        "fastsync/ddp/scaler_guard.py",
+        "fastsync/ddp/nonfinite.py",
         "if any(id(param) in self._ours",
         "if any(id(param) in ()",
         f"{GROUPS}::test_an_overflow_in_a_group_leaves_out_the_step_of_all_ranks",
