@@ -29,9 +29,9 @@ from fastsync.fsdp.fsdp_module import FSDPModule, register_fsdp_forward_method
 from fastsync.fsdp.fully_shard import fully_shard
 from fastsync.reducer.step_timing import SlowRanks
 from fastsync.replacing import replace_where_asked
-from fastsync.timeline.group_rows import UnitTiming
+from fastsync.timeline.data import UnitTiming
+from fastsync.timeline.recorder import TimelinePolicy
 from fastsync.timeline.stats import BucketTiming, SyncStats
-from fastsync.timeline.timeline_policy import TimelinePolicy
 from fastsync.wire.formats import ChunkedTopK, Codec, TopK, Wire, register_codec
 from fastsync.wire.plugins import load_codec
 

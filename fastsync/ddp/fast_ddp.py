@@ -60,9 +60,8 @@ from fastsync.reducer.monitor import come_together, explained
 from fastsync.reducer.process_groups import OwnGroups, find_parts, new_group
 from fastsync.reducer.weak_calls import weakly
 from fastsync.sync.rounds import Rounds, make_rounds, rounds_of
-from fastsync.timeline.recorder import Recorder, record_steps
+from fastsync.timeline.recorder import Recorder, TimelinePolicy, record_steps
 from fastsync.timeline.stats import SyncStats, make_stats
-from fastsync.timeline.timeline_policy import TimelinePolicy
 from fastsync.wire.formats import Choice, Wire
 from fastsync.zero.gradient_norms import clip_norm
 from fastsync.zero.gradient_proxies import averages, is_spread

@@ -48,7 +48,7 @@ from fastsync.reducer.buckets import travels_coded
 from fastsync.reducer.engine import NamedParam
 from fastsync.reducer.monitor import gather_watched, lend_watch, open_watch, watched, wrapping
 from fastsync.reducer.tied_parameters import check_untied
-from fastsync.timeline.timeline_policy import TimelinePolicy
+from fastsync.timeline.recorder import TimelinePolicy
 from fastsync.wire.formats import FORMATS, Wire
 from fastsync.wire.plugins import check_device
 

@@ -23,9 +23,8 @@ from fastsync.fsdp.module_hooks import State, kind_of, state_of
 from fastsync.fsdp.param_group import Unit
 from fastsync.reducer.mean_weights import MeanWeights, Number
 from fastsync.reducer.weak_calls import weakly
-from fastsync.timeline.recorder import RecordedModel, Recorder
+from fastsync.timeline.recorder import RecordedModel, Recorder, TimelinePolicy
 from fastsync.timeline.stats import SyncStats, unit_stats
-from fastsync.timeline.timeline_policy import TimelinePolicy
 
 __all__ = [
     "FSDPModule",

@@ -788,14 +788,14 @@ FAULTS = [
     ),
     Fault(
         "hidden-traffic-waited-for",
-        "fastsync/sync/costs.py",
+        "fastsync/planner/scenario.py",
         "seconds - schedule.overlap * alone",
         "seconds",
         "tests/sync/test_costs.py::test_what_runs_while_steps_do_is_not_waited_for",
     ),
     Fault(
         "codes-of-one-rank-planned",
-        "fastsync/sync/costs.py",
+        "fastsync/planner/scenario.py",
         "world * codec.coded_bytes(numel)",
         "codec.coded_bytes(numel)",
         "tests/sync/test_costs.py::test_bytes_are_those_that_ranks_send[int8]",
