@@ -319,6 +319,19 @@ class HostBackend(Backend):
     def close(self) -> None: ...
 
 class FaultWatch:
+    """Tells the other ranks of this one's end and learns of theirs; listens on construction.
+
+    Args:
+        host: address of this machine to listen on.
+        warn_after: seconds after which a rank that waits warns of the others.
+        lost_after: seconds after which a machine that acknowledges nothing is lost.
+        stack_file: file to which a handler of `stack_signal` writes the Python stack of its thread;
+            -1: there is none.
+
+    Raises:
+        RuntimeError: it cannot listen there.
+    """
+
     def __init__(
         self,
         host: str,

@@ -46,7 +46,6 @@ from fastsync.ddp.buffers import (
 from fastsync.ddp.ddp_objects import DDPReducer
 from fastsync.ddp.elastic_training import Elastic, Membership, make_elastic
 from fastsync.ddp.logging_data import DDPLogger, construction_data
-from fastsync.ddp.mixed_precision import announce_mixed_precision, cast_buffers
 from fastsync.ddp.nonfinite import NonFiniteGuard, ScalerGuard
 from fastsync.ddp.preemption_handler import SavePoints
 from fastsync.ddp.rejoin import Returns, Stateful
@@ -238,9 +237,7 @@ class FastDDP(Front):
             self.broadcast_buffers = forward_sync_buffers  # as an older torch calls it
         self.mixed_precision = mixed_precision
         if mixed_precision is not None:
-            ignored = self.parameters_to_ignore
-            announce_mixed_precision(self.module, ignored, self._policy.mixed.param)
-            cast_buffers(self.module, ignored, self._policy.mixed.buffer)
+            self._policy.mixed.change(self.module, self.parameters_to_ignore)
         self._make_elastic()
         if self._policy.sync is not None:
             shares = cast(DDPReducer, self.reducer).shares_buffers

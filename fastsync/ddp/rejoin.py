@@ -47,11 +47,10 @@ from fastsync.ddp.elastic_training import Elastic
 from fastsync.faults.consensus import RankMismatchError, Statement, find_difference
 from fastsync.faults.join_gate import JoinGate, Waiting, back_key
 from fastsync.faults.survivors import Decision
-from fastsync.reducer.engine import Engine
+from fastsync.reducer.engine import Engine, Progress
 from fastsync.reducer.monitor import open_watch, watch_of
 from fastsync.reducer.optimizer_hooks import StepWatcher, params_of, watch_steps
 from fastsync.reducer.state_transfer import give, receive
-from fastsync.reducer.sync_state import Progress
 from fastsync.zero.state_passing import Passing, Stateful
 
 __all__ = ["Returns", "Stateful"]

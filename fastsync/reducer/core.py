@@ -19,7 +19,6 @@ from fastsync._build.recipe import BuildError
 from fastsync._torch import backend_name, resolvable_name
 from fastsync.config.policy import SyncPolicy
 from fastsync.faults.node_links import Nodes
-from fastsync.faults.sync_fault import SyncFault
 from fastsync.reducer.buckets import CodedPlan, PlannedBucket
 from fastsync.wire.formats import Format, TopK, Wire
 from fastsync.wire.plugins import PluginCodec
@@ -76,7 +75,6 @@ __all__ = [
     "coded_spec",
     "load",
     "make_reducer",
-    "make_watch",
 ]
 
 # Where other processes find a rank's memory.
@@ -141,26 +139,6 @@ def make_reducer(
         precision=precision,
         leaves=leaves,
     )
-
-
-def make_watch(
-    host: str, warn_after: float, lost_after: float, stack_file: int, stack_signal: int
-) -> FaultWatch:
-    """Return a fault watch, which tells the other ranks of this one's end and learns of theirs.
-
-    It listens on construction.
-
-    Args:
-        host: address of this machine to listen on.
-        warn_after: seconds after which a rank that waits warns of the others.
-        lost_after: seconds after which a machine that acknowledges nothing is lost.
-        stack_file: file to which a handler of `stack_signal` writes the Python stack of its thread;
-            -1: there is none.
-
-    Raises:
-        RuntimeError: it cannot listen there.
-    """
-    return _C.FaultWatch(host, warn_after, lost_after, stack_file, stack_signal, SyncFault)
 
 
 def check_backend(group: dist.ProcessGroup, device: torch.device, wire: Wire) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -41,12 +41,27 @@ from fastsync.reducer.mean_weights import MeanWeights
 from fastsync.reducer.monitor import make_rendezvous, open_watch, watch_of
 from fastsync.reducer.routes import Routes
 from fastsync.reducer.step_timing import StepTimingWatch
-from fastsync.reducer.sync_state import Progress
 from fastsync.reducer.unused_parameters import NamedParam, UnusedParams
 from fastsync.reducer.weak_calls import weakly
 from fastsync.wire.formats import Wire
 
-__all__ = ["Engine", "NamedParam", "ShardedUnit"]
+__all__ = ["Engine", "NamedParam", "Progress", "ShardedUnit"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a training, as far as its buckets and schedules depend on it.
+
+    Attributes:
+        steps: synchronised steps so far.
+        order: names of parameters, perhaps others than are trained now, in the order of the
+            buckets.
+        network: as this rank measured it, for bytes of gradients.
+    """
+
+    steps: int
+    order: Sequence[str]
+    network: Network
 
 
 class Engine:
@@ -115,7 +130,7 @@ class Engine:
         self.plan = BucketPlan(())
         self.plans: list[BucketPlan] = []
         self.unused = UnusedParams(self._params, group, policy.warn_unused)
-        self.step_timing = StepTimingWatch(self.core, group, Env.read().straggler_warn)
+        self.step_timing = StepTimingWatch(self.core, group)
         self.on_step: Callable[[core.Reducer], None] | None = None
         self.during: Callable[[Callable[[], None]], None] = lambda task: task()
         self.weights: MeanWeights | None = None
@@ -326,7 +341,8 @@ class Engine:
         Args:
             agreed: all ranks have the same plan now.
         """
-        self._group = self.step_timing.group = group
+        self._group = group
+        self.step_timing = StepTimingWatch(self.core, group)
         if self.weights is not None:
             self.weights.divides = None
         self.weights = None

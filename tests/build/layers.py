@@ -35,7 +35,7 @@ MODULE_LAYERS = {
     ],
     "ddp": [
         [
-            *("added_parameters", "buffers", "logging_data", "mixed_precision", "nonfinite"),
+            *("added_parameters", "buffers", "logging_data", "nonfinite"),
             *("preemption_handler", "rank_identity", "replica_check", "skipping"),
         ],
         ["ddp_objects", "request"],
@@ -95,9 +95,8 @@ MODULE_LAYERS = {
             *("core", "local_gradients", "optimizer_hooks", "reports", "tied_parameters"),
             "unused_parameters",
         ],
-        ["monitor_offers"],
         ["monitor"],
-        ["process_groups", "shared_memory", "state_transfer", "step_timing", "sync_state"],
+        ["process_groups", "shared_memory", "state_transfer", "step_timing"],
         ["gradient_shards", "mean_weights"],
         ["agreement", "routes"],
         ["engine"],
