@@ -14,22 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "DDP_OPTIONS",
-    "NCCL_LETS_LIVE",
-    "Env",
-    "ask_to_replace",
-    "ddp_environment",
-    "ddp_options",
-    "has_rank",
-    "inherited",
-    "launched_by_mpi",
-    "path_with_startup",
-    "put_back",
-    "set_missing",
-    "set_variables",
-]
-
 _REPLACE = "FASTSYNC_REPLACE_DDP"
 _STARTUP = Path(__file__).resolve().parents[1] / "startup"  # its `sitecustomize` reads the variable
 # What the variable may set, and what its values are.

@@ -12,8 +12,6 @@ from typing import Any
 from fastsync.config.fault_policies import ElasticPolicy, PreemptionPolicy, ReplicaPolicy
 from fastsync.wire.formats import Wire
 
-__all__ = ["PARAMETER_WIRES", "Faults", "Zero", "check_parameter_wire", "grouped", "moved"]
-
 _SHARD_BY = ("auto", "element", "tensor")
 # Formats of updated parameters. Others are too coarse for weights: see docs/zero.md.
 PARAMETER_WIRES = ("bf16", "fp16", "fp8_e4m3", "int8")

@@ -15,8 +15,6 @@ from fastsync.config.fault_policies import may_lose_ranks
 from fastsync.config.policy import MixedPolicy, SyncPolicy
 from fastsync.config.sync_modes import Delayed, DiLoCo
 
-__all__ = ["FEATURES", "ROWS", "Row", "Setup", "check", "clashes"]
-
 
 @dataclass(frozen=True)
 class Setup:

@@ -10,8 +10,6 @@ from typing import TypeVar
 
 from fastsync.wire.formats import Format, Wire, make_codec
 
-__all__ = ["RESCALE", "ElasticPolicy", "PreemptionPolicy", "ReplicaPolicy", "may_lose_ranks"]
-
 T = TypeVar("T")
 RESCALE = ("average", "sum_of_start")
 # Signals that no handler may have, and signals of errors of the program itself.

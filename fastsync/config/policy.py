@@ -18,14 +18,6 @@ from fastsync.config.sync_modes import SyncMode
 from fastsync.config.topology import Network, Span
 from fastsync.wire.formats import FORMATS, LEAST_PIECE_BYTES, PIECE_BYTES, Wire, make_codec
 
-__all__ = [
-    "BucketPolicy",
-    "MixedPolicy",
-    "SyncPolicy",
-    "UnitWires",
-    "piece_bytes",
-]
-
 _MIB = 1 << 20
 _FIRST_BUCKET_BYTES = _MIB
 _DEFAULT_CAP_MB = 25

@@ -11,8 +11,6 @@ from torch.distributed import GroupMember, ProcessGroup
 
 from fastsync.wire.formats import FORMATS, AnyCodec, Choice, Wire, make_codec
 
-__all__ = ["NO_GROUP", "Delayed", "DiLoCo", "LocalSGD", "SyncMode", "sync_mode"]
-
 # What torch.distributed.new_group() returns on a rank that is not in the group.
 NO_GROUP = (GroupMember.NON_GROUP_MEMBER, None)
 

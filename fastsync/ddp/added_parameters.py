@@ -17,9 +17,6 @@ from fastsync.reducer.engine import Engine
 from fastsync.reducer.optimizer_hooks import StepWatcher, params_of, watch_steps
 from fastsync.reducer.registrations import registrations
 
-__all__ = ["AddedParameterGuard"]
-
-
 # What torch's DDP reads when it wraps, too.
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 

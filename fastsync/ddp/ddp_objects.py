@@ -26,8 +26,6 @@ from fastsync.zero.gradient_norms import Apart, Holders
 from fastsync.zero.optimizer_checkpoint import OptimizerCheckpoint
 from fastsync.zero.sharded_optimizer import ShardedOptimizers
 
-__all__ = ["DDPReducer"]
-
 
 class DDPReducer:
     """Replacement for torch's `torch.distributed.Reducer`.

@@ -71,8 +71,6 @@ from fastsync.zero.sharded_optimizer import ShardedOptimizers
 if TYPE_CHECKING:
     from fastsync.reducer.core import FaultWatch, Reducer
 
-__all__ = ["Elastic", "Membership", "make_elastic"]
-
 _log = logging.getLogger("fastsync")
 _FAILS, _TAKES, _AGAIN = 0, 1, 2  # as csrc/reducer/survival.h numbers verdicts
 _CERTAINTY = 2.0  # seconds until a death that a backend's error tells of is known to the watch

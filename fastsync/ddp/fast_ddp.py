@@ -48,7 +48,7 @@ from fastsync.ddp.elastic_training import Elastic, Membership, make_elastic
 from fastsync.ddp.logging_data import DDPLogger, construction_data
 from fastsync.ddp.nonfinite import NonFiniteGuard, ScalerGuard
 from fastsync.ddp.preemption_handler import SavePoints
-from fastsync.ddp.rejoin import Returns, Stateful
+from fastsync.ddp.rejoin import Returns
 from fastsync.ddp.replica_check import ReplicaGuard
 from fastsync.ddp.request import Request, named_params
 from fastsync.ddp.skipping import Attempt, Skips
@@ -65,12 +65,10 @@ from fastsync.wire.formats import Choice, Wire
 from fastsync.zero.gradient_norms import clip_norm
 from fastsync.zero.gradient_proxies import averages, is_spread
 from fastsync.zero.sharded_optimizer import ShardedOptimizers
-from fastsync.zero.state_passing import Passing
+from fastsync.zero.state_passing import Passing, Stateful
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ["FastDDP"]
 
 
 class FastDDP(Front):

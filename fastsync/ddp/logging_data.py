@@ -24,8 +24,6 @@ from fastsync._torch import Front, backend_name, gloo_threads
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.reports import StepReport
 
-__all__ = ["DDPLogger", "construction_data"]
-
 _EAGER_ITERATIONS = 10
 _SAMPLE_RATE = 100
 _NAMES = {

@@ -31,8 +31,6 @@ from fastsync.reducer.optimizer_hooks import (
 )
 from fastsync.zero.gradient_proxies import ShardedGradient
 
-__all__ = ["NonFiniteGradientError", "NonFiniteGuard", "ScalerGuard"]
-
 _PLACE = "the search for NaN and infinity"
 
 

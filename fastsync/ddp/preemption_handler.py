@@ -23,8 +23,6 @@ from fastsync.faults.preemption_vote import Preemption, check_handlers
 from fastsync.reducer.monitor import looker, make_rendezvous
 from fastsync.reducer.optimizer_hooks import StepWatcher, params_of, watch_steps
 
-__all__ = ["SavePoints", "check_preemption"]
-
 
 def check_preemption(wanted: PreemptionPolicy | None, group: dist.ProcessGroup) -> None:
     """Whether the ranks of `group` can save together.

@@ -29,8 +29,6 @@ from fastsync._torch import (
 )
 from fastsync.faults.stores import limit_silence
 
-__all__ = ["ELASTIC_STORE", "RankIdentity", "meet_alone_where_started_later"]
-
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl()
 ELASTIC_STORE = "fastsync/elastic"  # what the launcher's store holds of the training
 

@@ -51,9 +51,7 @@ from fastsync.reducer.engine import Engine, Progress
 from fastsync.reducer.monitor import open_watch, watch_of
 from fastsync.reducer.optimizer_hooks import StepWatcher, params_of, watch_steps
 from fastsync.reducer.state_transfer import give, receive
-from fastsync.zero.state_passing import Passing, Stateful
-
-__all__ = ["Returns", "Stateful"]
+from fastsync.zero.state_passing import Passing
 
 _log = logging.getLogger("fastsync")
 

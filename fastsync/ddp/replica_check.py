@@ -32,8 +32,6 @@ from fastsync.reducer.monitor import explained, watched, watched_call
 from fastsync.reducer.optimizer_hooks import StepWatcher, watch_steps
 from fastsync.reducer.weak_calls import weakly
 
-__all__ = ["ReplicaError", "ReplicaGuard"]
-
 _log = logging.getLogger("fastsync")
 _PLACE = "the comparison of what all ranks should have"
 _ABSENT = 0  # the digest of a gradient that is not there, or not compared

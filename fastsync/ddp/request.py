@@ -45,14 +45,12 @@ from fastsync.faults.node_links import check_grid, find_nodes
 from fastsync.faults.rendezvous import UnreachableStoreError
 from fastsync.reducer import core
 from fastsync.reducer.buckets import travels_coded
-from fastsync.reducer.engine import NamedParam
 from fastsync.reducer.monitor import gather_watched, lend_watch, open_watch, watched, wrapping
 from fastsync.reducer.tied_parameters import check_untied
+from fastsync.reducer.unused_parameters import NamedParam
 from fastsync.timeline.recorder import TimelinePolicy
 from fastsync.wire.formats import FORMATS, Wire
 from fastsync.wire.plugins import check_device
-
-__all__ = ["Request", "named_params"]
 
 T = TypeVar("T")
 Settled = tuple[BucketPolicy, SyncPolicy, TimelinePolicy | None, PreemptionPolicy | None]

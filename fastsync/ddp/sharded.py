@@ -27,8 +27,6 @@ from fastsync.timeline.recorder import Recorder
 from fastsync.timeline.stats import SyncStats
 from fastsync.wire.formats import Choice, Wire
 
-__all__ = ["ShardedDDP"]
-
 _MADE_BY = "FastDDP(zero=3)"
 _OTHER_WORDS = re.compile(r"(fastsync\.)?fully_shard(\(\))?|\bFSDP\b")
 

@@ -33,8 +33,6 @@ from fastsync.fsdp.fsdp_module import FSDPModule, context_of, weights_of
 from fastsync.reducer.mean_weights import MeanWeights
 from fastsync.reducer.monitor import make_rendezvous, watched
 
-__all__ = ["ShareSampler", "Shares", "divide"]
-
 WINDOW = 16  # parts whose speeds a rank takes the median of
 GAIN = 0.03  # of the step, which new parts must gain: less is noise
 _FINENESS = 1 << 30  # of speeds, of the fastest rank's

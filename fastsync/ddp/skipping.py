@@ -23,8 +23,6 @@ from fastsync.reducer.engine import Engine
 from fastsync.reducer.optimizer_hooks import StepWatcher, params_of, watch_steps
 from fastsync.reducer.weak_calls import weakly
 
-__all__ = ["Attempt", "Skips"]
-
 _log = logging.getLogger("fastsync")
 
 

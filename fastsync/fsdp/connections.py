@@ -30,8 +30,6 @@ from fastsync.reducer import core
 from fastsync.reducer.process_groups import OwnGroups, new_part
 from fastsync.timeline.moves import UnitInfo
 
-__all__ = ["NO_MARK", "Connections", "fits", "links_in", "travels"]
-
 _MARK = "FASTSYNC_UNIT_MEMORY_MB"
 NO_MARK = sys.maxsize  # bytes
 _MIB = 2**20

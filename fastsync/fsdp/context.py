@@ -33,8 +33,6 @@ from fastsync.reducer.reports import UnitCounters
 from fastsync.reducer.weak_calls import weakly
 from fastsync.timeline.recorder import Recorder
 
-__all__ = ["Context"]
-
 # Reductions whose buffers may be under way at once.
 IN_FLIGHT = 1
 # Units at the end of a backward, where gradients take most: what others have left is freed there.

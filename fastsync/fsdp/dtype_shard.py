@@ -23,14 +23,6 @@ from fastsync.fsdp.sharded_param import ShardedParam
 from fastsync.reducer import core
 from fastsync.reducer.mean_weights import Number
 
-__all__ = [
-    "TRAINABLE",
-    "DtypeShard",
-    "MixedDTypes",
-    "finalize_gradients",
-    "release_gradients",
-]
-
 # Dtypes that dtype shards cast, sum and scale.
 TRAINABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # A share of so many bytes is worth a message of its own.

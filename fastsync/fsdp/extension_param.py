@@ -27,8 +27,6 @@ from fastsync.fsdp.sharded_param import ShardedParam
 from fastsync.reducer import core
 from fastsync.reducer.monitor import awaited, watched
 
-__all__ = ["ExtensionShard", "has_extension", "own_share", "stands_apart"]
-
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _GATHER = f"the gather of what {_PRE}() gives"
 # Dtype and sizes.

@@ -26,16 +26,6 @@ from fastsync.reducer.weak_calls import weakly
 from fastsync.timeline.recorder import RecordedModel, Recorder, TimelinePolicy
 from fastsync.timeline.stats import SyncStats, unit_stats
 
-__all__ = [
-    "FSDPModule",
-    "context_of",
-    "record",
-    "register_fsdp_forward_method",
-    "shard_class",
-    "stats_of",
-    "weights_of",
-]
-
 Wanted = str | os.PathLike[str] | bool | TimelinePolicy
 
 

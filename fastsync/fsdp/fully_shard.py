@@ -41,8 +41,6 @@ from fastsync.reducer.tied_parameters import Memories, check_untied
 from fastsync.wire.formats import Choice, Wire, make_codec
 from fastsync.wire.plugins import check_device
 
-__all__ = ["fully_shard"]
-
 T = TypeVar("T", bound=nn.Module | Sequence[nn.Module])
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 # On a parameter that is shared: its unit and member, for modules outside that are tied to it.

@@ -15,13 +15,6 @@ from torch.optim import Optimizer
 from fastsync._torch import cut_like
 from fastsync.reducer.optimizer_hooks import params_of
 
-__all__ = [
-    "UnitChoice",
-    "choose_units",
-    "contiguous",
-    "exchange_in_optimizers",
-]
-
 # A module, a class of modules, or a module's name in the model.
 UnitChoice = nn.Module | type[nn.Module] | str
 

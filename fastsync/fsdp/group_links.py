@@ -18,8 +18,6 @@ from fastsync.reducer.monitor import explained, is_over, open_watch, watch_of, w
 from fastsync.reducer.process_groups import OwnGroups, new_cpu_group
 from fastsync.reducer.shared_memory import share_memory
 
-__all__ = ["FlatGather", "Links", "Peers", "wait_for"]
-
 _PLACE = "the connection of units"
 
 

@@ -14,8 +14,6 @@ from torch.distributed.tensor.placement_types import Placement
 from fastsync._torch import default_group, is_gloo
 from fastsync.fsdp.cpu_offload import HOME, Offload
 
-__all__ = ["Place", "RefusedError", "default_mesh", "ranks_of"]
-
 
 class RefusedError(ValueError, AssertionError):
     """Bad input that FSDP2 refuses with an AssertionError: scripts may catch it as that."""

@@ -28,8 +28,6 @@ from fastsync.fsdp.param_group import Moment, Unit
 from fastsync.fsdp.sharded_param import Home, ShardedParam
 from fastsync.reducer.registrations import registrations
 
-__all__ = ["State", "kind_of", "state_of"]
-
 Args = tuple[object, ...]
 Kwargs = Mapping[str, object]
 _ATTRIBUTE = "_fastsync_unit_state"

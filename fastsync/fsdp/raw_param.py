@@ -9,8 +9,6 @@ from fastsync.fsdp.dtype_shard import DtypeShard
 from fastsync.fsdp.group_links import FlatGather
 from fastsync.fsdp.sharded_param import ShardedParam
 
-__all__ = ["RawShard"]
-
 
 class RawShard(DtypeShard):
     """A shard whose whole members have the bits of their shares, whatever the dtypes of its unit.

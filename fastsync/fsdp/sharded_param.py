@@ -28,8 +28,6 @@ from fastsync.fsdp.shard_layout import Shape
 from fastsync.reducer import core
 from fastsync.reducer.registrations import unnoticed
 
-__all__ = ["Home", "ShardedParam", "find_homes"]
-
 
 @dataclass(frozen=True)
 class Home:

@@ -32,8 +32,6 @@ from fastsync.planner.scenario import Scenario, cached_optimizer
 from fastsync.planner.trace import Loss, TraceError, trace_model, trace_optimizer
 from fastsync.wire.formats import make_codec
 
-__all__ = ["main"]
-
 _USAGE = 2
 _BY_FORMULA = ("adam", "adamw")
 _BATCH = (1, 4096)  # of --params: samples x tokens

@@ -18,8 +18,6 @@ from fastsync.planner.scenario import Candidate, Scenario, StepCost, choose
 from fastsync.planner.step_time import StepTime
 from fastsync.planner.strategy import Strategy
 
-__all__ = ["MOST_GPUS", "advise", "plan_text"]
-
 MOST_GPUS = 16384
 # Steps that differ by less count as equally fast: simpler is better, and plans are not exact to it.
 _ALIKE = 0.03

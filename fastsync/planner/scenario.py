@@ -27,8 +27,6 @@ from fastsync.reducer.bucket_layout import slot_layout
 from fastsync.reducer.buckets import BucketPlan
 from fastsync.sync.schedule import Schedule
 
-__all__ = ["Candidate", "Scenario", "StepCost", "cached_optimizer", "choose", "step_cost"]
-
 _MOST = 1 << 20  # samples
 _TRACES = 12  # that one search makes at most to see whether an answer is right
 _SAME = 1e-9  # of a peak, that rounding may take or add

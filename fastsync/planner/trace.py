@@ -38,15 +38,6 @@ from fastsync._torch.tracing import (
 from fastsync.fsdp.group_choice import choose_units
 from fastsync.planner.record import ROOT, Allocations, Mark, Record, TracedParam
 
-__all__ = [
-    "Loss",
-    "TraceError",
-    "find_blocks",
-    "trace_model",
-    "trace_optimizer",
-    "units_of",
-]
-
 Loss = Callable[[object, torch.Tensor], torch.Tensor]
 _WIDE = torch.float32.itemsize
 _CHANNELS = 8  # of a block, at least

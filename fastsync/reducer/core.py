@@ -67,16 +67,6 @@ else:
         return getattr(_C, name)
 
 
-__all__ = [
-    "MemoryAddress",
-    "Sender",
-    "bucket_spec",
-    "check_backend",
-    "coded_spec",
-    "load",
-    "make_reducer",
-]
-
 # Where other processes find a rank's memory.
 MemoryAddress = tuple[int, int, int, int]
 

@@ -45,8 +45,6 @@ from fastsync.reducer.unused_parameters import NamedParam, UnusedParams
 from fastsync.reducer.weak_calls import weakly
 from fastsync.wire.formats import Wire
 
-__all__ = ["Engine", "NamedParam", "Progress", "ShardedUnit"]
-
 
 @dataclass(frozen=True)
 class Progress:

@@ -17,8 +17,6 @@ from fastsync.reducer.buckets import ShardSlot
 from fastsync.reducer.monitor import gather_watched
 from fastsync.reducer.process_groups import OwnGroups, new_cpu_group
 
-__all__ = ["GradientShards", "ShardedUnit"]
-
 
 @dataclass(frozen=True)
 class ShardedUnit:

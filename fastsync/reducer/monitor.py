@@ -47,26 +47,6 @@ from fastsync.faults.stores import limit_silence
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.reducer import core
 
-__all__ = [
-    "answer_of",
-    "awaited",
-    "come_together",
-    "expect_watch",
-    "explain_end",
-    "explained",
-    "gather_watched",
-    "is_over",
-    "lend_watch",
-    "looker",
-    "looks_out",
-    "make_rendezvous",
-    "open_watch",
-    "watch_of",
-    "watched",
-    "watched_call",
-    "wrapping",
-]
-
 T = TypeVar("T")
 Start = Callable[[], dist.Work]
 

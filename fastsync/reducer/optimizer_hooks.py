@@ -31,18 +31,6 @@ from torch.optim.optimizer import (
 from fastsync._torch import InnermostHooks
 from fastsync.reducer.weak_calls import weakly
 
-__all__ = [
-    "Arguments",
-    "StepWatcher",
-    "is_elementwise",
-    "known_optimizers",
-    "optimizer_proxy",
-    "params_of",
-    "plain_step",
-    "watch_steps",
-    "with_loss",
-]
-
 # Of a call of `step`, self first.
 Arguments = tuple[Any, ...]
 # Each element's update depends on that element's weight, gradient and state alone.

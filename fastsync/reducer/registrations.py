@@ -11,8 +11,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-__all__ = ["registrations", "unnoticed"]
-
 
 class _Registrations:
     """Counts them, from the first look on."""

@@ -18,8 +18,6 @@ from fastsync.faults.machines import network_space
 from fastsync.reducer import core
 from fastsync.reducer.monitor import gather_watched
 
-__all__ = ["offer_memory", "share_memory"]
-
 _log = logging.getLogger("fastsync")
 _PLACE = "the sharing of memory"
 # Addresses, not memory: pages come into being when buckets ask for them.

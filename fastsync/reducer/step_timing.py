@@ -20,17 +20,6 @@ from fastsync.faults.wording import name_ranks
 if TYPE_CHECKING:
     from fastsync.reducer.core import Reducer
 
-__all__ = [
-    "ACTIVITIES",
-    "SlowRankWarning",
-    "SlowRanks",
-    "StepTiming",
-    "StepTimingRecord",
-    "StepTimingWatch",
-    "during",
-    "step_timing_of",
-]
-
 _log = logging.getLogger("fastsync")
 _NS = 1e-9
 

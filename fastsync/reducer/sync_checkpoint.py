@@ -20,8 +20,6 @@ from fastsync.faults import consensus
 from fastsync.reducer.engine import Engine, Progress
 from fastsync.reducer.monitor import watched
 
-__all__ = ["VERSION", "capture", "deal", "restore"]
-
 VERSION: Final = 3
 _KEYS: Final = (
     "version",

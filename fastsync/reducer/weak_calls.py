@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
 from weakref import WeakMethod
 
-__all__ = ["weakly"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -26,22 +26,6 @@ from fastsync.timeline.moves import (
     union,
 )
 
-__all__ = [
-    "BucketInfo",
-    "BucketTimes",
-    "Medians",
-    "RankRecord",
-    "RankStep",
-    "Run",
-    "UnitTiming",
-    "by_step",
-    "find_slow_ranks",
-    "in_rounds",
-    "load",
-    "steps_of",
-    "unit_timings",
-]
-
 FORMAT = "fastsync timeline"
 VERSION = 3
 _NS = 1e-9

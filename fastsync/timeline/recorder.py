@@ -33,8 +33,6 @@ from fastsync.timeline.moves import Event, UnitInfo
 if TYPE_CHECKING:
     from fastsync.reducer.engine import Engine
 
-__all__ = ["RecordedModel", "Recorder", "TimelinePolicy", "record_steps"]
-
 _EXIT_TIMEOUT = 10.0  # seconds to wait for other ranks where this one is about to exit
 
 

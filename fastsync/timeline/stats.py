@@ -12,8 +12,6 @@ from fastsync.reducer.step_timing import SlowRanks, StepTiming
 from fastsync.timeline.data import Medians, RankStep, UnitTiming, unit_timings
 from fastsync.timeline.moves import UnitInfo, size_text
 
-__all__ = ["BucketTiming", "SyncStats", "make_stats", "unit_stats"]
-
 _NS = 1e-9
 
 

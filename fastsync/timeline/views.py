@@ -22,16 +22,6 @@ from fastsync.timeline.data import (
 )
 from fastsync.timeline.moves import KINDS, Span, length, size_text
 
-__all__ = [
-    "Bar",
-    "Summary",
-    "lanes_of",
-    "perfetto_trace",
-    "step_length",
-    "summarise",
-    "summary_text",
-]
-
 # What json.dumps takes.
 Json: TypeAlias = dict[str, object]
 

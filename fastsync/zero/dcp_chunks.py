@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["Chunks", "rectangles"]
-
 # Offsets and sizes: checkpoint formats name parts of arrays so.
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 

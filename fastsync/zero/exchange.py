@@ -20,8 +20,6 @@ from fastsync.reducer import core
 from fastsync.reducer.monitor import watched
 from fastsync.reducer.unused_parameters import NamedParam
 
-__all__ = ["Exchange", "SpreadTensor"]
-
 _REMEDY = (
     "Gradients and the optimizer's state are spread over the ranks: look at them on every rank, or "
     "on none. "

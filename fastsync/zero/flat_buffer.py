@@ -27,8 +27,6 @@ from fastsync.zero import parameter_codes
 from fastsync.zero.parameter_codes import Codes, holds, holds_any, rounded
 from fastsync.zero.partition import Partition, ShardLayout, Slice, cut_by_elements, cut_by_tensors
 
-__all__ = ["FlatBuffer", "Home", "Sharing", "fill_memory", "is_dense", "lay_out"]
-
 # Bytes of all ranks that are copied to a buffer at once.
 _CHUNK = 8 << 20
 

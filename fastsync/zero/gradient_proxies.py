@@ -30,17 +30,6 @@ from fastsync.reducer.weak_calls import weakly
 from fastsync.zero.exchange import Exchange, SpreadTensor
 from fastsync.zero.flat_buffer import FlatBuffer
 
-__all__ = [
-    "GradientShards",
-    "ShardGroup",
-    "ShardedGradient",
-    "averages",
-    "gather_foreign",
-    "is_spread",
-    "lend_gradients",
-    "make_whole",
-]
-
 
 class ShardGroup:
     """The ranks that share gradients, and all units of these.

@@ -45,8 +45,6 @@ from fastsync.zero.partition import Partition, Slice
 from fastsync.zero.sharded_optimizer import ShardedOptimizer, ShardedOptimizers
 from fastsync.zero.slices import State, batches, by_param, cut_value, join
 
-__all__ = ["Neighbours", "share_again"]
-
 T = TypeVar("T")
 
 _PLACE = "the sharing of an optimizer's state among the ranks that are left"

@@ -31,8 +31,6 @@ from fastsync.zero.flat_buffer import FlatBuffer
 from fastsync.zero.partition import Slice
 from fastsync.zero.slices import MASTER, State, cut_value
 
-__all__ = ["Slices", "StateSlice", "StateView", "described", "held_state"]
-
 
 def held_state(optimizer: Optimizer) -> MutableMapping[Any, Any]:
     """Return the state by the tensors that each rank steps on, with or without a view."""

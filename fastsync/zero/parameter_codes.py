@@ -23,8 +23,6 @@ from fastsync.reducer.bucket_layout import align_up
 from fastsync.wire.formats import FORMATS, Format
 from fastsync.zero.partition import ShardLayout, Slice
 
-__all__ = ["ALIGNMENT", "Codes", "holds", "holds_any", "rounded"]
-
 # Elements: whole blocks of each format.
 ALIGNMENT: Final = max(FORMATS[name].block for name in PARAMETER_WIRES)
 # Bytes that a chunk's codes, and its flags, are filled up to.

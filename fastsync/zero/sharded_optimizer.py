@@ -65,9 +65,6 @@ from fastsync.zero.partition import Partition, Slice
 from fastsync.zero.slices import MASTER, NARROW, State, cut_value, of_master, whole_states
 from fastsync.zero.state_fetch import Others, StateShards, await_others, fetch_whole
 
-__all__ = ["ShardedOptimizer", "ShardedOptimizers"]
-
-
 # Each parameter's update depends on that parameter alone, but on all of its elements.
 _TENSORWISE = ("Adafactor", "Muon", "SparseAdam")
 _BUFFER = 8 << 20  # bytes

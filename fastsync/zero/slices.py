@@ -13,20 +13,6 @@ from fastsync.reducer.monitor import gather_watched
 from fastsync.zero.flat_buffer import FlatBuffer
 from fastsync.zero.partition import Slice
 
-__all__ = [
-    "MASTER",
-    "NARROW",
-    "State",
-    "alike",
-    "batches",
-    "by_param",
-    "cut_value",
-    "join",
-    "of_master",
-    "unlike_parts",
-    "whole_states",
-]
-
 T = TypeVar("T")
 State = dict[str, Any]
 # What a state calls the fp32 master of what it belongs to.

@@ -50,8 +50,6 @@ from fastsync.zero.optimizer_state import held_state
 from fastsync.zero.partition import Partition, Slice
 from fastsync.zero.slices import MASTER, State, alike, unlike_parts
 
-__all__ = ["Others", "StateShards", "await_others", "fetch_whole"]
-
 _AHEAD = 256  # connections to ranks that are still to be read
 _LARGE = 1 << 16  # bytes from which on a tensor is sent by itself
 _TOGETHER = 1 << 20  # bytes of small tensors that are sent at once
