@@ -18,11 +18,11 @@ __all__ = [
     "has_views",
     "is_view_of_argument",
     "is_wrapper",
-    "map_tensors",
     "next_creation_number",
     "share_hooks",
     "storage_address",
     "tensor_hooks",
+    "tree_map_only",
     "unflatten",
     "written_arguments",
 ]
@@ -126,11 +126,6 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of what `flatten` has made, with the sizes of the tensors that it was made of."""
     return list(_utils._unflatten_dense_tensors(flat, like))
-
-
-def map_tensors(kind: type[T], change: Callable[[T], object], nested: Any) -> Any:
-    """Return `nested` arguments with every tensor of this class replaced."""
-    return tree_map_only(kind, change, nested)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

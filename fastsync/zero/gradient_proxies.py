@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
-from fastsync._torch import map_tensors
+from fastsync._torch import tree_map_only
 from fastsync.reducer import core
 from fastsync.reducer.weak_calls import weakly
 from fastsync.zero.exchange import Exchange, SpreadTensor
@@ -181,7 +181,7 @@ class ShardedGradient(SpreadTensor):
 
     @classmethod
     def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = map_tensors(cls, cls.whole, (args, kwargs))
+        args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs))
         return func(*args, **kwargs)
 
     def data_ptr(self) -> int:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from fastsync._torch import (
     is_view_of_argument,
-    map_tensors,
+    tree_map_only,
     written_arguments,
 )
 from fastsync.zero.exchange import Exchange, SpreadTensor
@@ -455,7 +455,7 @@ class StateSlice(SpreadTensor):
                 wholes[id(proxy)] = proxy.whole()
             return wholes[id(proxy)]
 
-        full = map_tensors(cls, whole_of, (args, kwargs))
+        full = tree_map_only(cls, whole_of, (args, kwargs))
         result = func(*full[0], **full[1])
         for proxy in written_arguments(func, args, kwargs):
             if isinstance(proxy, StateSlice):
