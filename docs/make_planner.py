@@ -18,9 +18,9 @@ from statistics import median
 import torch
 
 from docs.planner_peaks import MEASURED, STAGES, case_of, planned
-from fastsync.planner.advice import advise
 from fastsync.planner.formulas import adam_by_formula, transformer_of
 from fastsync.planner.hardware import Cluster, device_named, links_of
+from fastsync.planner.plan import advise
 from fastsync.planner.quantities import gigabytes, shown_seconds
 from fastsync.planner.record import Record
 from fastsync.planner.scenario import Scenario

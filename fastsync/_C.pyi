@@ -33,12 +33,20 @@ class Bundle:
     def pack(self, flat: torch.Tensor, scale: float) -> None: ...
     def unpack(self, flat: torch.Tensor, scale: float) -> None: ...
 
-def device_problem(device: str) -> str: ...
+def device_problem(device: str) -> str:
+    """Return why the kernels cannot run there, with the remedy; empty where they can."""
+
 def driver_problem(runtime: int, driver: int) -> str: ...
 def architecture_problem(missing: int) -> str: ...
-def square_sums(tensors: Sequence[torch.Tensor]) -> list[float]: ...
-def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]: ...
-def digests(tensors: Sequence[torch.Tensor]) -> list[int]: ...
+def square_sums(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Sum the squares of CPU tensors in fp64, alike on ranks with the same elements."""
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Return which tensors hold neither NaN nor infinity; the host waits for the answer."""
+
+def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return 64 bits of each dense tensor, alike where its elements are, however they lie."""
+
 def format_traits(name: str) -> tuple[int, int, int]: ...
 def wire_average(tensors: Sequence[torch.Tensor], format: str, gather: bool) -> torch.Tensor: ...
 def probe_links(group_name: str, device: str, all_to_all: bool, reduce_scatter: bool) -> None: ...
@@ -48,7 +56,15 @@ def encode(
     payload: torch.Tensor,
     plan: tuple[str, int],
     scale: float,
-) -> None: ...
+) -> None:
+    """Write the code of dense tensors to `payload`, each element rounded to the nearest.
+
+    Args:
+        offsets: where each begins among the elements of the plan, at a multiple of the block.
+        payload: uint8, as many as the plan's elements take, up to a multiple of 16.
+        plan: the format's name, and how many elements, a multiple of the block.
+    """
+
 def reduce(received: torch.Tensor, result: torch.Tensor, plan: tuple[str, int]) -> None: ...
 def decode(
     tensors: Sequence[torch.Tensor],
@@ -98,7 +114,15 @@ class ShardedGradients:
         params: Sequence[torch.Tensor],
         proxies: list[torch.Tensor],
         release: Callable[[int], None],
-    ) -> None: ...
+    ) -> None:
+        """
+        Args:
+            shard: memory of this rank's averages.
+            proxies: what becomes `param.grad`; the list is read at every use.
+            release: called with a member whose proxy is still referenced, before its values are
+                overwritten.
+        """
+
     def set_proxy(self, index: int, proxy: torch.Tensor) -> None: ...
     def pending(self, index: int) -> torch.Tensor | None: ...
     def set_pending(self, index: int, pending: torch.Tensor | None) -> None: ...
@@ -180,7 +204,8 @@ class SharedStatements:
     def exchange(self, said: str, number: float) -> list[float] | None: ...
 
 class SharedCollective:
-    def __init__(self, memory: SharedMemory, channel: int) -> None: ...
+    def __init__(self, memory: SharedMemory, channel: int) -> None:
+        """`channel`: 0 or 1; no other user of the memory has the same."""
     def all_reduce(self, flat: torch.Tensor) -> None: ...
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None: ...
     def all_gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> None: ...
@@ -215,7 +240,8 @@ class UnitPeers:
     def stats(self) -> UnitCounters: ...
 
 class UnitLinks:
-    def __init__(self, group_name: str, memory: SharedMemory | None, mark: int) -> None: ...
+    def __init__(self, group_name: str, memory: SharedMemory | None, mark: int) -> None:
+        """Collective with `memory`; `mark`: bytes that the pool keeps to, if one unit fits."""
     def most_bytes(self) -> int: ...
     def trim(self) -> None: ...
     def peers(self) -> UnitPeers: ...
@@ -223,7 +249,8 @@ class UnitLinks:
 class WatchedGradient: ...
 
 class UnitGradients:
-    def __init__(self, unannounced: Callable[[], None]) -> None: ...
+    def __init__(self, unannounced: Callable[[], None]) -> None:
+        """`unannounced`: called before a gradient that no module has announced."""
     def watch(self, whole: torch.Tensor) -> WatchedGradient: ...
     def announce(self, whether: bool) -> None: ...
 
@@ -245,7 +272,14 @@ class Unit:
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
         device: str,
         tag: int,
-    ) -> None: ...
+    ) -> None:
+        """
+        Args:
+            members: sizes, the dimension that is cut, and the first element among all of them.
+            dtypes: in which shares are stored, modules compute, and gradients are reduced.
+            tag: even, and no other unit's.
+        """
+
     def set_name(self, name: UnitName) -> None: ...
     def whole(self, member: int) -> torch.Tensor: ...
     def set_shard(self, shard: torch.Tensor, layout: UnitLayout) -> None: ...
@@ -269,7 +303,9 @@ class Unit:
         missed: bool,
     ) -> list[torch.Tensor | None]: ...
 
-def process_has_ended(process: int) -> bool: ...
+def process_has_ended(process: int) -> bool:
+    """Return whether a process of this machine has ended, or is about to."""
+
 def leave_pipelines(seconds: float) -> None: ...
 
 class HostWork(Work):
@@ -283,6 +319,19 @@ class HostBackend(Backend):
     def close(self) -> None: ...
 
 class FaultWatch:
+    """Tells the other ranks of this one's end and learns of theirs; listens on construction.
+
+    Args:
+        host: address of this machine to listen on.
+        warn_after: seconds after which a rank that waits warns of the others.
+        lost_after: seconds after which a machine that acknowledges nothing is lost.
+        stack_file: file to which a handler of `stack_signal` writes the Python stack of its thread;
+            -1: there is none.
+
+    Raises:
+        RuntimeError: it cannot listen there.
+    """
+
     def __init__(
         self,
         host: str,

@@ -11,10 +11,8 @@ from types import ModuleType
 from fastsync._build.recipe import BuildError
 from fastsync._build.recipe import source_dir as include_dir
 from fastsync.config.arguments import Faults, Zero
-from fastsync.config.elastic_policy import ElasticPolicy
+from fastsync.config.fault_policies import ElasticPolicy, PreemptionPolicy, ReplicaPolicy
 from fastsync.config.param_groups import Group
-from fastsync.config.preemption_policy import PreemptionPolicy
-from fastsync.config.replica_policy import ReplicaPolicy
 from fastsync.config.sync_modes import Delayed, DiLoCo, LocalSGD
 from fastsync.ddp.elastic_training import Membership
 from fastsync.ddp.fast_ddp import FastDDP
@@ -31,9 +29,9 @@ from fastsync.fsdp.fsdp_module import FSDPModule, register_fsdp_forward_method
 from fastsync.fsdp.fully_shard import fully_shard
 from fastsync.reducer.step_timing import SlowRanks
 from fastsync.replacing import replace_where_asked
-from fastsync.timeline.group_rows import UnitTiming
+from fastsync.timeline.data import UnitTiming
+from fastsync.timeline.recorder import TimelinePolicy
 from fastsync.timeline.stats import BucketTiming, SyncStats
-from fastsync.timeline.timeline_policy import TimelinePolicy
 from fastsync.wire.formats import ChunkedTopK, Codec, TopK, Wire, register_codec
 from fastsync.wire.plugins import load_codec
 

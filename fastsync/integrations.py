@@ -20,9 +20,9 @@ from functools import cache
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from fastsync.ddp.fast_ddp import FastDDP
-from fastsync.ddp.saving import whole_state
 from fastsync.replacing import configured
 
 __all__ = ["in_place_of_ddp", "whole_state"]
@@ -45,6 +45,23 @@ def in_place_of_ddp(**options: Any) -> Iterator[type[FastDDP]]:
         yield replacement
     finally:
         nn.parallel.DistributedDataParallel = former  # type: ignore[misc]
+
+
+@contextmanager
+def whole_state(optimizer: Optimizer) -> Iterator[None]:
+    """Make each `optimizer.state_dict()` within return what it was when this was entered.
+
+    Every rank enters it, and holds the whole state until it leaves.
+
+    Args:
+        optimizer: of parameters of a `FastDDP(zero=1)` or 2; nothing changes for any other.
+    """
+    state = optimizer.state_dict()
+    optimizer.state_dict = lambda: state  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del optimizer.state_dict
 
 
 @cache

@@ -30,7 +30,7 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     memory = share_memory(default_group(), int(1e6 * max(args.sizes)))
     if memory is None:
         raise UsageError("these ranks share no memory: FASTSYNC_SHM=0, or they are on GPUs")
-    collective, rows = core.make_collective(memory, 0), []
+    collective, rows = core.SharedCollective(memory, 0), []
     for size in args.sizes:
         numel = int(size * 1e6) // 4
         shared, (own, other) = memory.make_flat(numel, torch.float32), torch.ones(2, numel)

@@ -14,22 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "DDP_OPTIONS",
-    "NCCL_LETS_LIVE",
-    "Env",
-    "ask_to_replace",
-    "ddp_environment",
-    "ddp_options",
-    "has_rank",
-    "inherited",
-    "launched_by_mpi",
-    "path_with_startup",
-    "put_back",
-    "set_missing",
-    "set_variables",
-]
-
 _REPLACE = "FASTSYNC_REPLACE_DDP"
 _STARTUP = Path(__file__).resolve().parents[1] / "startup"  # its `sitecustomize` reads the variable
 # What the variable may set, and what its values are.
@@ -221,16 +205,16 @@ def ask_to_replace(options: str = "") -> None:
     os.environ["PYTHONPATH"] = path_with_startup()
 
 
-def path_with_startup(environ: Mapping[str, str] = os.environ) -> str:
+def path_with_startup() -> str:
     """Return PYTHONPATH with the folder whose `sitecustomize` imports fastsync after torch."""
-    former = environ.get("PYTHONPATH")
+    former = os.environ.get("PYTHONPATH")
     entries = [] if former is None else [former]
     if str(_STARTUP) in os.pathsep.join(entries).split(os.pathsep):
         return os.pathsep.join(entries)
     return os.pathsep.join([str(_STARTUP), *entries])
 
 
-def ddp_environment(backend: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def ddp_environment(backend: str) -> dict[str, str]:
     """Return the variables in DistributedDataParallel's logging data, "N/A" if unset."""
     names = {
         "master_port": "MASTER_PORT",
@@ -248,7 +232,7 @@ def ddp_environment(backend: str, environ: Mapping[str, str] = os.environ) -> di
         names["nccl_debug"] = "NCCL_DEBUG"
         names["nccl_nthreads"] = "NCCL_NTHREADS"
         names["nccl_ib_timeout"] = "NCCL_IB_TIMEOUT"
-    return {key: environ.get(name, "N/A") for key, name in names.items()}
+    return {key: os.environ.get(name, "N/A") for key, name in names.items()}
 
 
 def set_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

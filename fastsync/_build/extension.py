@@ -32,8 +32,6 @@ from fastsync._build import recipe
 from fastsync._build.env import Env
 from fastsync._build.recipe import BuildError
 
-__all__ = ["BuildError", "Origin", "find", "leave_pipelines", "load", "origin"]
-
 _PACKAGE = Path(__file__).resolve().parents[1]
 _RECIPE = recipe.__file__
 _TAIL_LINES = 30

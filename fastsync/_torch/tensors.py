@@ -18,11 +18,11 @@ __all__ = [
     "has_views",
     "is_view_of_argument",
     "is_wrapper",
-    "map_tensors",
     "next_creation_number",
     "share_hooks",
     "storage_address",
     "tensor_hooks",
+    "tree_map_only",
     "unflatten",
     "written_arguments",
 ]
@@ -31,7 +31,7 @@ T = TypeVar("T", bound="WrapperTensor")
 
 
 class WrapperTensor(torch.Tensor):
-    """A tensor without memory. A subclass defines `__torch_dispatch__`."""
+    """A tensor without memory, whose operators are those that a subclass handles."""
 
     _handlers: ClassVar[dict[Any, Callable[..., Any]]]  # of each subclass, by operator
 
@@ -54,6 +54,20 @@ class WrapperTensor(torch.Tensor):
         return register
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = cls._handlers.get(func)
+        result = NotImplemented if handler is None else handler(func, *args, **kwargs)
+        return cls.otherwise(func, args, kwargs) if result is NotImplemented else result
+
+    @classmethod
+    def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make an operator that has no handler, or arguments that its handler is not for."""
+        raise NotImplementedError
 
     @classmethod
     def without_memory(cls: type[T], like: torch.Tensor, values: torch.Tensor | None = None) -> T:
@@ -112,11 +126,6 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of what `flatten` has made, with the sizes of the tensors that it was made of."""
     return list(_utils._unflatten_dense_tensors(flat, like))
-
-
-def map_tensors(kind: type[T], change: Callable[[T], object], nested: Any) -> Any:
-    """Return `nested` arguments with every tensor of this class replaced."""
-    return tree_map_only(kind, change, nested)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

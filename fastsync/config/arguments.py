@@ -9,12 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from fastsync.config.elastic_policy import ElasticPolicy
-from fastsync.config.preemption_policy import PreemptionPolicy
-from fastsync.config.replica_policy import ReplicaPolicy
+from fastsync.config.fault_policies import ElasticPolicy, PreemptionPolicy, ReplicaPolicy
 from fastsync.wire.formats import Wire
-
-__all__ = ["PARAMETER_WIRES", "Faults", "Zero", "check_parameter_wire", "grouped", "moved"]
 
 _SHARD_BY = ("auto", "element", "tensor")
 # Formats of updated parameters. Others are too coarse for weights: see docs/zero.md.

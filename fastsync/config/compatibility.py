@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fastsync.config.elastic_policy import may_lose_ranks
+from fastsync.config.fault_policies import may_lose_ranks
 from fastsync.config.policy import MixedPolicy, SyncPolicy
 from fastsync.config.sync_modes import Delayed, DiLoCo
-
-__all__ = ["FEATURES", "ROWS", "Row", "Setup", "check", "clashes"]
 
 
 @dataclass(frozen=True)

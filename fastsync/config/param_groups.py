@@ -13,8 +13,6 @@ from torch import nn
 
 from fastsync._torch import is_registered
 
-__all__ = ["Group", "GroupKey", "ParamGroup", "check_parts", "find_groups"]
-
 GroupKey = str | nn.Module | nn.Parameter
 
 

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fastsync.config.arguments import Zero, check_parameter_wire
-from fastsync.config.elastic_policy import ElasticPolicy
+from fastsync.config.fault_policies import ElasticPolicy, ReplicaPolicy
 from fastsync.config.param_groups import ParamGroup
-from fastsync.config.replica_policy import ReplicaPolicy
 from fastsync.config.sync_modes import SyncMode
 from fastsync.config.topology import Network, Span
 from fastsync.wire.formats import FORMATS, LEAST_PIECE_BYTES, PIECE_BYTES, Wire, make_codec
-
-__all__ = [
-    "BucketPolicy",
-    "MixedPolicy",
-    "SyncPolicy",
-    "UnitWires",
-    "piece_bytes",
-]
 
 _MIB = 1 << 20
 _FIRST_BUCKET_BYTES = _MIB
@@ -149,6 +141,28 @@ class MixedPolicy:
                 choice = ", ".join(map(str, known))
                 raise ValueError(f"{name} of mixed_precision is {dtype}; choose one of {choice}")
         return cls(param, reduce or param, buffer)
+
+    def change(self, module: nn.Module, ignored: Collection[str]) -> None:
+        """Change a module as DistributedDataParallel does, but for what is named in `ignored`.
+
+        Floating-point buffers are cast for good. Counters, such as those of batch normalisation,
+        stay integers; DistributedDataParallel casts them too, against its documentation.
+
+        Parameters get the attributes `_mp_param` and `_fp_param`. The first has the dtype and shape
+        in which a parameter takes part in forward and backward, and no memory of its own: the
+        engine keeps the values. The second is the parameter as it is stored.
+        """
+        for name, parameter in module.named_parameters():
+            if name in ignored:
+                continue
+            low = self.param if parameter.is_floating_point() else None
+            one = torch.zeros((), dtype=low or parameter.dtype, device=parameter.device)
+            extras = {"_mp_param": one.expand(parameter.shape), "_fp_param": parameter.data}
+            for attribute, tensor in extras.items():
+                setattr(parameter, attribute, tensor)
+        for name, buffer in module.named_buffers():
+            if self.buffer is not None and name not in ignored and buffer.is_floating_point():
+                buffer.data = buffer.to(self.buffer)
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,50 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 from torch.distributed import GroupMember, ProcessGroup
 
 from fastsync.wire.formats import FORMATS, AnyCodec, Choice, Wire, make_codec
 
-__all__ = ["NO_GROUP", "Delayed", "DiLoCo", "LocalSGD", "SyncMode", "sync_mode"]
-
 # What torch.distributed.new_group() returns on a rank that is not in the group.
 NO_GROUP = (GroupMember.NON_GROUP_MEMBER, None)
 
 
+class _Mode:
+    """What modes have in common, where they have no field of the name."""
+
+    @property
+    def warmup(self) -> int:
+        """Return how many first steps average gradients."""
+        return 0
+
+    @property
+    def within(self) -> Within:
+        """Return which ranks average their gradients: each alone."""
+        return 1
+
+    @property
+    def part_size(self) -> int:
+        """Return how many ranks average their gradients."""
+        if isinstance(self.within, ProcessGroup):
+            return self.within.size()
+        return 1 if self.within is None else self.within
+
+    def describe(self) -> str:
+        """Return the text that all ranks must agree on."""
+        mode = cast(SyncMode, self)
+        chosen = [f.name for f in fields(mode) if getattr(mode, f.name) != f.default]
+        values = {name: getattr(mode, name) for name in chosen}
+        if isinstance(mode.within, ProcessGroup):
+            values["within"] = f"a group of {mode.within.size()} ranks"
+        if isinstance(mode, DiLoCo) and "wire" in values:
+            values["wire"] = Wire.of(mode.wire).describe()
+        return f"{type(mode).__name__}({', '.join(f'{n}={v!r}' for n, v in values.items())})"
+
+
 @dataclass(frozen=True)
-class LocalSGD:
+class LocalSGD(_Mode):
     """Average parameters every `every` optimizer steps; gradients stay local in between.
 
     (Stich, "Local SGD converges fast and communicates little", 2018; with `warmup` post-local SGD,
@@ -51,18 +81,9 @@ class LocalSGD:
                 "sync: warmup averages gradients over all ranks, within= over some; leave one out"
             )
 
-    @property
-    def part_size(self) -> int:
-        """Return how many ranks average their gradients."""
-        return _part_size(self.within)
-
-    def describe(self) -> str:
-        """Return the text that all ranks must agree on."""
-        return _described(self)
-
 
 @dataclass(frozen=True)
-class DiLoCo:
+class DiLoCo(_Mode):
     """Step on fp32 outer parameters by the averages of what `every` inner steps have changed.
 
     The outer optimizer is SGD with Nesterov momentum. With `fragments` the parameters travel in
@@ -129,23 +150,9 @@ class DiLoCo:
             return 0.5 if self.overlap else 0.0
         return self.alpha
 
-    @property
-    def warmup(self) -> int:
-        """Return how many first steps average gradients."""
-        return 0
-
-    @property
-    def part_size(self) -> int:
-        """Return how many ranks average their gradients."""
-        return _part_size(self.within)
-
-    def describe(self) -> str:
-        """Return the text that all ranks must agree on."""
-        return _described(self)
-
 
 @dataclass(frozen=True)
-class Delayed:
+class Delayed(_Mode):
     """Average parameters while the next steps run, and add the steps made meanwhile.
 
     Every `steps` optimizer steps a rank sends its parameters. When `steps` more are made, they
@@ -168,25 +175,6 @@ class Delayed:
     def every(self) -> int:
         """Return the optimizer steps from one average to the next."""
         return self.steps
-
-    @property
-    def within(self) -> Within:
-        """Return which ranks average their gradients: each alone."""
-        return 1
-
-    @property
-    def part_size(self) -> int:
-        """Return how many ranks average their gradients."""
-        return 1
-
-    @property
-    def warmup(self) -> int:
-        """Return how many first steps average gradients."""
-        return 0
-
-    def describe(self) -> str:
-        """Return the text that all ranks must agree on."""
-        return _described(self)
 
 
 Within: TypeAlias = int | ProcessGroup | None
@@ -236,12 +224,6 @@ def _check_within(mode: LocalSGD | DiLoCo) -> None:
         _check_number(mode, "within", 1)
 
 
-def _part_size(within: Within) -> int:
-    if isinstance(within, ProcessGroup):
-        return within.size()
-    return 1 if within is None else within
-
-
 def _check_part(mode: object, name: str) -> None:
     value = getattr(mode, name)
     if not 0 <= value < 1:
@@ -261,13 +243,3 @@ def _check_wire(wire: Wire) -> None:
             f"sync: differences are coded as a whole by each rank, so that wire= knows no "
             f"{', '.join(others)}; leave that out"
         )
-
-
-def _described(mode: SyncMode) -> str:
-    chosen = [f.name for f in fields(mode) if getattr(mode, f.name) != f.default]
-    values = {name: getattr(mode, name) for name in chosen}
-    if isinstance(mode.within, ProcessGroup):
-        values["within"] = f"a group of {mode.within.size()} ranks"
-    if isinstance(mode, DiLoCo) and "wire" in values:
-        values["wire"] = Wire.of(mode.wire).describe()
-    return f"{type(mode).__name__}({', '.join(f'{n}={v!r}' for n, v in values.items())})"

@@ -10,38 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.optimizer_hooks import StepWatcher, params_of, watch_steps
-
-__all__ = ["AddedParameterGuard"]
-
+from fastsync.reducer.registrations import registrations
 
 # What torch's DDP reads when it wraps, too.
 IGNORED = "_ddp_params_and_buffers_to_ignore"
-
-
-class _Registrations:
-    """Counts the parameters and modules that any module of this process has been given."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        register_module_parameter_registration_hook(self._count)
-        register_module_module_registration_hook(self._count)
-
-    def _count(self, *_: object) -> None:
-        self.number += 1
-
-
-@cache
-def _registrations() -> _Registrations:
-    return _Registrations()
 
 
 @cache
@@ -81,7 +58,7 @@ class AddedParameterGuard(StepWatcher):
         self._engine, self._module, self._ignored = engine, module, ignored
         self.known = frozenset(id(param.tensor) for param in engine.params)
         self._looked: weakref.WeakKeyDictionary[Optimizer, _Looked] = weakref.WeakKeyDictionary()
-        _registrations()
+        registrations()  # are counted from now on
         _guards().add(self)
         watch_steps(self)
 
@@ -100,7 +77,7 @@ class AddedParameterGuard(StepWatcher):
     def _added(self, optimizer: Optimizer) -> dict[str, torch.Tensor]:
         """Return the module's parameters that it steps on, and that no wrapper synchronises."""
         foreign = tuple(id(p) for p in params_of(optimizer) if id(p) not in self.known)
-        number, looked = _registrations().number, self._looked.get(optimizer)
+        number, looked = registrations(), self._looked.get(optimizer)
         if looked is None or (looked.foreign, looked.registrations) != (foreign, number):
             looked = _Looked(foreign, number, self._search(set(foreign)))
             self._looked[optimizer] = looked

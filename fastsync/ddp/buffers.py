@@ -13,8 +13,6 @@ from torch import nn
 from fastsync._torch import flatten, front_accepts, unflatten
 from fastsync.reducer.monitor import looks_out, watched
 
-__all__ = ["BufferWatch", "broadcast", "buffer_arguments", "by_group", "can_broadcast"]
-
 
 class BufferWatch:
     """Record of whether a forward may have changed buffers since they were last broadcast.

@@ -1,15 +1,14 @@
 """Objects that DistributedDataParallel's Python front drives, answered by our engine.
 
 The front (argument checks, initial broadcast, forward, no_sync, join) stays torch's. It drives its
-engine through `self.reducer` and `self.logger`; these two classes stand there. Method names are
-torch's, hence private.
+engine through `self.reducer` and `self.logger`: this class, and that of logging_data.py. Method
+names are torch's, hence private.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch import nn
 
 from fastsync._build.env import Env
 from fastsync._torch import GradBucket, mesh_groups
-from fastsync.ddp.logging_data import LoggingData, StepLogger, WrapFacts, construction_data
+from fastsync.ddp.logging_data import DDPLogger
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.monitor import awaited, make_rendezvous
 from fastsync.sync.rounds import Rounds
@@ -26,8 +25,6 @@ from fastsync.zero.exchange import Exchange
 from fastsync.zero.gradient_norms import Apart, Holders
 from fastsync.zero.optimizer_checkpoint import OptimizerCheckpoint
 from fastsync.zero.sharded_optimizer import ShardedOptimizers
-
-__all__ = ["DDPLogger", "DDPReducer", "in_lockstep"]
 
 
 class DDPReducer:
@@ -174,7 +171,7 @@ class DDPReducer:
         self.engine.use_group(group)
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        self._logger.steps.rate = rate
+        self._logger.rate = rate
 
     def _get_local_used_map(self) -> torch.Tensor:
         """Return how many ranks used each parameter in the last synchronised step."""
@@ -211,49 +208,3 @@ def _apart(engine: Engine) -> Apart | None:
         parts += [(ids, count) for count, ids in sorted(by_count.items())]
     place = make_rendezvous(engine.group, "norm over groups", Env.read().agree_timeout)
     return Apart(Exchange(engine.group, place, None, engine.params), parts)
-
-
-def in_lockstep(model: weakref.ref[Any]) -> bool:
-    """Return whether all ranks have all forwards in common: under join(), and under no_sync()."""
-    alive = model()
-    joins = alive is not None and alive._join_config.enable
-    return alive is not None and bool(joins or alive._engine.policy.reduces_always)
-
-
-class DDPLogger:
-    """Replacement for torch's `torch.distributed.Logger`."""
-
-    def __init__(self, engine: Engine, facts: WrapFacts) -> None:
-        self._engine = engine
-        self._data = construction_data(facts, engine)
-        find_unused = facts.find_unused_parameters and not facts.static_graph
-        self.steps = StepLogger(self._data, engine, find_unused)
-        self._last_error = ""
-
-    def set_runtime_stats_and_log(self) -> None:
-        """Log the last step, at the start of a forward that will synchronise."""
-        self.steps.before_forward()
-
-    def _set_static_graph(self) -> None:
-        self._data.ints_map["static_graph"] = 1
-
-    def _set_comm_hook_name(self, name: str) -> None:
-        self._data.strs_map["comm_hook"] = name
-
-    def _set_uneven_input_join(self) -> None:
-        self._data.ints_map["join_uneven_inputs"] = 1
-
-    def set_error_and_log(self, message: str) -> None:
-        """Note an error that is raised next."""
-        self._data.ints_map["has_error"] = 1
-        self._data.ints_map["iteration"] = self.steps.iteration
-        self._data.strs_map["error"] = message
-
-    def _get_ddp_logging_data(self) -> LoggingData:
-        step = self._engine.core.last_step()
-        if step["error"] != self._last_error:
-            self._last_error = step["error"]
-            self.set_error_and_log(self._last_error)
-        if step["used"]:
-            self._data.ints_map["can_set_static_graph"] = int(step["same_so_far"])
-        return self._data

@@ -35,15 +35,19 @@ import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
+from torch import nn
 
+from fastsync._build.env import NCCL_LETS_LIVE, Env
 from fastsync._torch import (
     Front,
     break_group,
     connect_group,
+    default_group,
+    group_store,
     group_timeout,
     is_gloo,
     keep_for_good,
@@ -51,11 +55,11 @@ from fastsync._torch import (
     renewed_backend,
     set_group_timeout,
 )
-from fastsync.config.elastic_policy import ElasticPolicy
+from fastsync.config.fault_policies import ElasticPolicy
 from fastsync.ddp.ddp_objects import DDPReducer
-from fastsync.ddp.elastic_limits import unfit
 from fastsync.ddp.rank_identity import RankIdentity
 from fastsync.faults.consensus import RankMismatchError
+from fastsync.faults.stores import served_at
 from fastsync.faults.survivors import Decision, Patience, RankState, Survivors
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.reducer.engine import Engine
@@ -66,8 +70,6 @@ from fastsync.zero.sharded_optimizer import ShardedOptimizers
 
 if TYPE_CHECKING:
     from fastsync.reducer.core import FaultWatch, Reducer
-
-__all__ = ["Elastic", "Membership", "make_elastic"]
 
 _log = logging.getLogger("fastsync")
 _FAILS, _TAKES, _AGAIN = 0, 1, 2  # as csrc/reducer/survival.h numbers verdicts
@@ -511,11 +513,66 @@ def _refuse(reducer: Reducer) -> None:
     )
 
 
-def _alive(elastic: weakref.ref[Elastic]) -> Elastic:
-    """Return the object whose model makes a step, or a plan."""
-    found = elastic()
-    assert found is not None
-    return found
+def _unfit(module: nn.Module, engine: Engine, delays: bool, broadcasts: bool) -> list[str]:
+    """Return what of model and ranks cannot be survived, with the remedy.
+
+    Args:
+        delays: torch's front reduces gradients itself.
+        broadcasts: rank 0 broadcasts its buffers before each forward.
+    """
+    layers = [n for n, layer in module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
+    found = {
+        f"SyncBatchNorm, as layer {layers[:1]} is: its forward waits for all ranks; use "
+        "BatchNorm": bool(layers),
+        "buffers that rank 0 broadcasts before each forward; pass broadcast_buffers=False, and "
+        "each rank keeps its own": broadcasts,
+        "delay_all_reduce_named_params, whose all-reduce is torch's own; leave it out": delays,
+        "sparse gradients; use Embedding(sparse=False)": any(p.sparse for p in engine.params),
+    }
+    if engine.group.size() > 1:
+        found |= _unfit_group(engine)
+    refused = [what for what, is_there in found.items() if is_there]
+    if not refused and not is_gloo(engine.group):
+        _over_nccl().add(engine)
+    return refused
+
+
+def _unfit_group(engine: Engine) -> dict[str, bool]:
+    group = engine.group
+    store = group_store(group)
+    registered = store is not None
+    found = {
+        "a process group that torch.distributed did not make; use one of init_process_group() "
+        "or new_group()": not registered,
+        "a rendezvous store that is no TCP store, as with init_method='file://...': a rank that "
+        "dies in a record of a file leaves the others waiting; use 'env://' or 'tcp://...'": (
+            store is not None and served_at(store) is None
+        ),
+        "a process group whose CPU tensors Gloo does not carry; call init_process_group('gloo'), "
+        "or with 'cpu:gloo,cuda:nccl'": registered and renewed_backend(group) is None,
+        "ranks that do not look out for each other: leave FASTSYNC_WATCH unset, and see that "
+        "they can reach each other": registered and watch_of(group) is None,
+    }
+    return found if is_gloo(group) or not registered else found | _unfit_nccl(engine)
+
+
+@cache
+def _over_nccl() -> weakref.WeakSet[Engine]:
+    """Return the engines of this process that train over NCCL."""
+    return weakref.WeakSet()
+
+
+def _unfit_nccl(engine: Engine) -> dict[str, bool]:
+    kills, bound = not Env.read().nccl_lets_live, default_group().bound_device_id is not None
+    settings = " and ".join(f"{name}={value}" for name, value in NCCL_LETS_LIVE.items())
+    return {
+        f"NCCL while torch ends a process in which a collective fails: set {settings} before the "
+        "process group is made, as `python -m fastsync.elastic` does": kills,
+        "a process group of NCCL that is bound to a device, as torch makes others by splitting "
+        "it; leave device_id out of init_process_group()": bound,
+        "a second model over NCCL, whose communicator cannot be aborted while that of the other "
+        "waits; use Gloo": any(other is not engine for other in _over_nccl()),
+    }
 
 
 def make_elastic(model: Front, engine: Engine, policy: ElasticPolicy) -> Elastic | None:
@@ -526,7 +583,7 @@ def make_elastic(model: Front, engine: Engine, policy: ElasticPolicy) -> Elastic
     """
     delays = bool(model._delay_all_reduce_params) or model._delay_all_reduce_all_params
     broadcasts = bool(model.modules_buffers) and model.broadcast_buffers
-    for what in unfit(model.module, engine, delays, broadcasts):
+    for what in _unfit(model.module, engine, delays, broadcasts):
         raise ValueError(f"elastic does not go with {what}")
     identity = RankIdentity.of(engine.group)
     began = 1 if identity is None else identity.started
@@ -541,16 +598,16 @@ def make_elastic(model: Front, engine: Engine, policy: ElasticPolicy) -> Elastic
     elastic = Elastic(model, engine, policy, identity, sharded, rounds)
     if identity.returns:
         engine.on_step = _refuse
-    me = weakref.ref(elastic)  # the reducer must not keep its engine alive
+    me = weakref.proxy(elastic)  # the reducer must not keep its engine alive
     if sharded is not None:
-        sharded.delivery.share_late = lambda: _alive(me).share_late()
-        sharded.delivery.until_all = lambda task: _alive(me).until_all(task)
+        sharded.delivery.share_late = lambda: me.share_late()
+        sharded.delivery.until_all = lambda task: me.until_all(task)
     if rounds is not None:
-        rounds.together = lambda *task: _alive(me).average(*task)
+        rounds.together = lambda *task: me.average(*task)
     engine.core.survive(
-        lambda *found: _alive(me).meet(*found),
-        lambda: _alive(me).rebuild(),
+        lambda *found: me.meet(*found),
+        lambda: me.rebuild(),
         elastic.timeout.total_seconds(),
     )
-    engine.during = lambda task: _alive(me).during(task)
+    engine.during = lambda task: me.during(task)
     return elastic

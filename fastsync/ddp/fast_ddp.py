@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -32,12 +31,11 @@ from fastsync._torch import (
 from fastsync.config import compatibility
 from fastsync.config.arguments import Faults, Zero, moved
 from fastsync.config.compatibility import Setup
-from fastsync.config.elastic_policy import ElasticPolicy
+from fastsync.config.fault_policies import ElasticPolicy, PreemptionPolicy, ReplicaPolicy
 from fastsync.config.param_groups import Group, GroupKey
 from fastsync.config.policy import BucketPolicy, MixedPolicy, SyncPolicy
-from fastsync.config.preemption_policy import PreemptionPolicy
-from fastsync.config.replica_policy import ReplicaPolicy
 from fastsync.config.sync_modes import SyncMode, sync_mode
+from fastsync.ddp.added_parameters import AddedParameterGuard
 from fastsync.ddp.buffers import (
     BufferWatch,
     broadcast,
@@ -45,13 +43,13 @@ from fastsync.ddp.buffers import (
     by_group,
     can_broadcast,
 )
-from fastsync.ddp.ddp_objects import DDPLogger, DDPReducer, in_lockstep
+from fastsync.ddp.ddp_objects import DDPReducer
 from fastsync.ddp.elastic_training import Elastic, Membership, make_elastic
-from fastsync.ddp.guards import make_guards
-from fastsync.ddp.logging_data import wrap_facts
-from fastsync.ddp.mixed_precision import announce_mixed_precision, cast_buffers
+from fastsync.ddp.logging_data import DDPLogger, construction_data
+from fastsync.ddp.nonfinite import NonFiniteGuard, ScalerGuard
 from fastsync.ddp.preemption_handler import SavePoints
-from fastsync.ddp.rejoin import Returns, Stateful
+from fastsync.ddp.rejoin import Returns
+from fastsync.ddp.replica_check import ReplicaGuard
 from fastsync.ddp.request import Request, named_params
 from fastsync.ddp.skipping import Attempt, Skips
 from fastsync.reducer import sync_checkpoint
@@ -59,20 +57,18 @@ from fastsync.reducer.engine import Engine
 from fastsync.reducer.mean_weights import MeanWeights
 from fastsync.reducer.monitor import come_together, explained
 from fastsync.reducer.process_groups import OwnGroups, find_parts, new_group
+from fastsync.reducer.weak_calls import weakly
 from fastsync.sync.rounds import Rounds, make_rounds, rounds_of
-from fastsync.timeline.recorder import Recorder, record_steps
+from fastsync.timeline.recorder import Recorder, TimelinePolicy, record_steps
 from fastsync.timeline.stats import SyncStats, make_stats
-from fastsync.timeline.timeline_policy import TimelinePolicy
 from fastsync.wire.formats import Choice, Wire
 from fastsync.zero.gradient_norms import clip_norm
 from fastsync.zero.gradient_proxies import averages, is_spread
 from fastsync.zero.sharded_optimizer import ShardedOptimizers
-from fastsync.zero.state_passing import Passing
+from fastsync.zero.state_passing import Passing, Stateful
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ["FastDDP"]
 
 
 class FastDDP(Front):
@@ -239,9 +235,7 @@ class FastDDP(Front):
             self.broadcast_buffers = forward_sync_buffers  # as an older torch calls it
         self.mixed_precision = mixed_precision
         if mixed_precision is not None:
-            ignored = self.parameters_to_ignore
-            announce_mixed_precision(self.module, ignored, self._policy.mixed.param)
-            cast_buffers(self.module, ignored, self._policy.mixed.buffer)
+            self._policy.mixed.change(self.module, self.parameters_to_ignore)
         self._make_elastic()
         if self._policy.sync is not None:
             shares = cast(DDPReducer, self.reducer).shares_buffers
@@ -339,17 +333,15 @@ class FastDDP(Front):
         engine.unused.current = partial(
             named_params, self.module, frozenset(self.parameters_to_ignore)
         )
-        facts = wrap_facts(self, self._buckets, self._policy, static_graph)
-        logger = DDPLogger(engine, facts)
-        # A reference to itself would keep the model until it is collected.
-        lockstep = partial(in_lockstep, weakref.ref(self))
-        self._guards = make_guards(engine, self.module, frozenset(self.parameters_to_ignore))
+        data = construction_data(self, engine, self._buckets.caps[-1], static_graph)
+        logger = DDPLogger(engine, data, self.find_unused_parameters and not static_graph)
+        self._guards = _make_guards(engine, self.module, frozenset(self.parameters_to_ignore))
         self._skips = Skips(engine) if self._policy.may_skip else None
         sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
         rounds = None
         if mode is not None:
-            on_round = partial(_end_of_round, weakref.ref(self))
             elastic = self._policy.elastic is not None
+            on_round = weakly(self._sync_buffers_after_round)
             rounds = make_rounds(mode, named, self.process_group, on_round, nodes, elastic)
         recorder = record_steps(
             self._timeline,
@@ -360,10 +352,15 @@ class FastDDP(Front):
         )
         if rounds is not None and recorder is not None:
             rounds.exchange.note = recorder.note
+        lockstep = weakly(self._in_lockstep)
         self.reducer = DDPReducer(engine, logger, recorder, lockstep, sharded, rounds)
         self.logger = logger
         self._passing_sync_batchnorm_handle(self.module)
         split_graphs_at_buckets()
+
+    def _in_lockstep(self) -> bool:
+        """Return whether all ranks have all forwards in common: under join(), and no_sync()."""
+        return bool(self._join_config.enable or self._engine.policy.reduces_always)
 
     @property
     def _engine(self) -> Engine:
@@ -389,6 +386,11 @@ class FastDDP(Front):
         """
         if self._rounds is not None:
             self._rounds.end_round()
+
+    def _sync_buffers_after_round(self) -> None:
+        """Broadcast rank 0's buffers, if forwards would without `sync`."""
+        if self.broadcast_buffers and self.modules_buffers:
+            self._sync_buffers()
 
     def _graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Asked while torch.compile splits a graph of the module."""
@@ -752,8 +754,14 @@ def _mode(wanted: SyncMode | str | None, delayed: object) -> SyncMode | None:
     return mode
 
 
-def _end_of_round(model: weakref.ref[FastDDP]) -> None:
-    """Broadcast rank 0's buffers at the end of a round, if forwards would without `sync`."""
-    alive = model()
-    if alive is not None and alive.broadcast_buffers and alive.modules_buffers:
-        alive._sync_buffers()
+def _make_guards(engine: Engine, module: nn.Module, ignored: Collection[str]) -> list[object]:
+    """Return the guards that the policy asks for; each works as long as it is referenced."""
+    policy = engine.policy
+    guards: list[object] = [AddedParameterGuard(engine, module, ignored)]
+    if policy.checks_finite:
+        guards.append(NonFiniteGuard(engine))
+    if policy.replicas is not None and engine.group.size() > 1:
+        guards.append(ReplicaGuard(engine, policy.replicas))
+    if policy.groups and engine.group.size() > 1:
+        guards.append(ScalerGuard(engine))
+    return guards

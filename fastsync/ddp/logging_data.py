@@ -21,11 +21,8 @@ from torch import nn
 
 from fastsync._build.env import ddp_environment
 from fastsync._torch import Front, backend_name, gloo_threads
-from fastsync.config.policy import BucketPolicy, SyncPolicy
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.reports import StepReport
-
-__all__ = ["LoggingData", "StepLogger", "WrapFacts", "construction_data", "wrap_facts"]
 
 _EAGER_ITERATIONS = 10
 _SAMPLE_RATE = 100
@@ -47,103 +44,86 @@ class LoggingData:
     ints_map: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class WrapFacts:
-    """Facts that the constructor knows.
-
-    Attributes:
-        gloo_threads: threads of a Gloo group, or -1.
-    """
-
-    module_name: str
-    rank: int
-    world_size: int
-    backend: str
-    gloo_threads: int
-    device_ids: Sequence[int]
-    output_device: int
-    broadcast_buffers: bool
-    has_sync_bn: bool
-    static_graph: bool
-    bucket_cap_bytes: int
-    find_unused_parameters: bool
-    gradient_as_bucket_view: bool
-
-
-def wrap_facts(
-    model: Front, buckets: BucketPolicy, policy: SyncPolicy, static_graph: bool
-) -> WrapFacts:
-    """Return the facts of a model whose engine has just been built."""
-    group = model.process_group
-    return WrapFacts(
-        module_name=type(model.module).__name__,
-        rank=group.rank(),
-        world_size=group.size(),
-        backend=backend_name(group),
-        gloo_threads=gloo_threads(group),
-        device_ids=model.device_ids or (),
-        output_device=-1 if model.output_device is None else model.output_device,
-        broadcast_buffers=model.broadcast_buffers,
-        has_sync_bn=any(isinstance(m, nn.SyncBatchNorm) for m in model.module.modules()),
-        static_graph=static_graph,
-        bucket_cap_bytes=buckets.caps[-1],
-        find_unused_parameters=model.find_unused_parameters,
-        gradient_as_bucket_view=policy.views,
-    )
-
-
-def construction_data(facts: WrapFacts, engine: Engine) -> LoggingData:
-    """Return the data that is known once the model is wrapped."""
+def construction_data(
+    model: Front, engine: Engine, cap_bytes: int, static_graph: bool
+) -> LoggingData:
+    """Return the data that is known once the engine of a model has been built."""
     params = [p.tensor for p in engine.params if p.tensor.requires_grad]
-    data = LoggingData()
+    group, data = model.process_group, LoggingData()
+    backend, threads = backend_name(group), gloo_threads(group)
     data.strs_map.update(
-        module_name=facts.module_name,
-        backend_name=facts.backend,
-        device_ids=_join(facts.device_ids),
+        module_name=type(model.module).__name__,
+        backend_name=backend,
+        device_ids=_join(model.device_ids or ()),
         dtypes=", ".join(sorted({_dtype_name(p.dtype) for p in params})),
         bucket_sizes=_join(_bucket_sizes(engine)),
-        **ddp_environment(facts.backend),
+        **ddp_environment(backend),
     )
     data.ints_map.update(
-        world_size=facts.world_size,
-        rank=facts.rank,
+        world_size=group.size(),
+        rank=group.rank(),
         iteration=0,
         is_multi_device_module=int(len({p.device for p in params}) > 1),
         num_parameter_tensors=len(params),
         total_parameter_size_bytes=sum(map(_nbytes, params)),
-        output_device=facts.output_device,
-        broadcast_buffers=int(facts.broadcast_buffers),
-        has_sync_bn=int(facts.has_sync_bn),
-        bucket_cap_bytes=facts.bucket_cap_bytes,
-        find_unused_parameters=int(facts.find_unused_parameters),
-        gradient_as_bucket_view=int(facts.gradient_as_bucket_view),
+        output_device=-1 if model.output_device is None else model.output_device,
+        broadcast_buffers=int(model.broadcast_buffers),
+        has_sync_bn=int(any(isinstance(m, nn.SyncBatchNorm) for m in model.module.modules())),
+        bucket_cap_bytes=cap_bytes,
+        find_unused_parameters=int(model.find_unused_parameters),
+        gradient_as_bucket_view=int(engine.policy.views),
     )
-    if facts.static_graph:
+    if static_graph:
         data.ints_map["static_graph"] = 1
-    if facts.gloo_threads > 0:
-        data.ints_map["gloo_num_threads"] = facts.gloo_threads
+    if threads > 0:
+        data.ints_map["gloo_num_threads"] = threads
     return data
 
 
-class StepLogger:
-    """Adds to the data what steps do: the first ten, and one in `rate` from then on."""
+class DDPLogger:
+    """Replacement for torch's `torch.distributed.Logger`.
 
-    def __init__(self, data: LoggingData, engine: Engine, find_unused: bool) -> None:
-        self._data = data
-        self._engine = engine
-        self._find_unused = find_unused
-        self._numbers = _ddp_numbers(engine)
+    It adds to the data what steps do: the first ten, and one in `rate` from then on.
+    """
+
+    def __init__(self, engine: Engine, data: LoggingData, find_unused: bool) -> None:
+        self._data, self._engine, self._find_unused = data, engine, find_unused
+        trained = [i for i, p in enumerate(engine.params) if p.tensor.requires_grad]
+        self._numbers = {index: number for number, index in enumerate(trained)}  # DDP's
         self._samples = 0
-        self._iteration = 0
+        self._iteration = 0  # synchronised forwards so far
+        self._last_error = ""
         self.rate = _SAMPLE_RATE
 
-    @property
-    def iteration(self) -> int:
-        """Synchronised forwards so far."""
-        return self._iteration
+    def _set_static_graph(self) -> None:
+        self._data.ints_map["static_graph"] = 1
 
-    def before_forward(self) -> None:
-        """Log the step that has just ended, if it is one to log, and count the next."""
+    def _set_comm_hook_name(self, name: str) -> None:
+        self._data.strs_map["comm_hook"] = name
+
+    def _set_uneven_input_join(self) -> None:
+        self._data.ints_map["join_uneven_inputs"] = 1
+
+    def set_error_and_log(self, message: str) -> None:
+        """Note an error that is raised next."""
+        self._data.ints_map["has_error"] = 1
+        self._data.ints_map["iteration"] = self._iteration
+        self._data.strs_map["error"] = message
+
+    def _get_ddp_logging_data(self) -> LoggingData:
+        step = self._engine.core.last_step()
+        if step["error"] != self._last_error:
+            self._last_error = step["error"]
+            self.set_error_and_log(self._last_error)
+        if step["used"]:
+            self._data.ints_map["can_set_static_graph"] = int(step["same_so_far"])
+        return self._data
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Log the step that has just ended, if it is one to log, and count the next.
+
+        torch calls it at the start of a forward that will synchronise.
+        """
         iteration = self._iteration
         self._iteration += 1
         if iteration == 0 or (iteration > _EAGER_ITERATIONS and iteration % self.rate):
@@ -195,11 +175,6 @@ class StepLogger:
 
     def _numbered(self, indices: Sequence[int]) -> list[int]:
         return [self._numbers[i] for i in indices if i in self._numbers]
-
-
-def _ddp_numbers(engine: Engine) -> dict[int, int]:
-    trained = [i for i, p in enumerate(engine.params) if p.tensor.requires_grad]
-    return {index: number for number, index in enumerate(trained)}
 
 
 def _bucket_sizes(engine: Engine) -> list[int]:

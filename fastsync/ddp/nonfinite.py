@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.optim import LBFGS, Optimizer
 
 from fastsync._build.env import Env
-from fastsync._torch import caller_level
+from fastsync._torch import caller_level, on_unscaled
 from fastsync.reducer import core
 from fastsync.reducer.engine import Engine
-from fastsync.reducer.monitor import gather_watched, make_rendezvous
+from fastsync.reducer.monitor import gather_watched, make_rendezvous, watched
 from fastsync.reducer.optimizer_hooks import (
     Arguments,
     StepWatcher,
@@ -27,8 +30,6 @@ from fastsync.reducer.optimizer_hooks import (
     with_loss,
 )
 from fastsync.zero.gradient_proxies import ShardedGradient
-
-__all__ = ["NonFiniteGradientError", "NonFiniteGuard"]
 
 _PLACE = "the search for NaN and infinity"
 
@@ -169,3 +170,25 @@ def _error(found: list[tuple[str, list[int]]]) -> NonFiniteGradientError:
         "or an overflow in 16 bits"
     )
     return NonFiniteGradientError(message, [n for n, _ in found], [r for _, r in found])
+
+
+class ScalerGuard:
+    """Tell all ranks of an overflow in the gradients of a group, which its ranks alone have.
+
+    So all ranks leave out the same steps of a GradScaler.
+
+    Args:
+        engine: engine whose policy has groups.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._group = engine.group
+        self._ours = frozenset(id(param.tensor) for param in engine.params)
+        on_unscaled(self.share)
+
+    def share(self, optimizer: Optimizer, found: torch.Tensor) -> None:
+        """Let `found` say whether any rank has found infinity. Collective."""
+        if any(id(param) in self._ours for param in params_of(optimizer)):
+            how = dist.ReduceOp.MAX
+            start = partial(dist.all_reduce, found, how, group=self._group, async_op=True)
+            watched(self._group, "the search for infinities", start)

@@ -17,13 +17,11 @@ from torch.optim import Optimizer
 
 from fastsync._build.env import Env
 from fastsync._torch import group_store
-from fastsync.config.preemption_policy import PreemptionPolicy
+from fastsync.config.fault_policies import PreemptionPolicy
 from fastsync.faults.exit_reasons import before_leaving
 from fastsync.faults.preemption_vote import Preemption, check_handlers
 from fastsync.reducer.monitor import looker, make_rendezvous
 from fastsync.reducer.optimizer_hooks import StepWatcher, params_of, watch_steps
-
-__all__ = ["SavePoints", "check_preemption"]
 
 
 def check_preemption(wanted: PreemptionPolicy | None, group: dist.ProcessGroup) -> None:

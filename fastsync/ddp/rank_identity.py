@@ -9,6 +9,9 @@ default group ignores them.
 
 from __future__ import annotations
 
+import ctypes
+import signal
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,11 +27,9 @@ from fastsync._torch import (
     meet_alone,
     root_store,
 )
-from fastsync.faults.launcher_exit import end_with_parent
 from fastsync.faults.stores import limit_silence
 
-__all__ = ["ELASTIC_STORE", "RankIdentity", "meet_alone_where_started_later"]
-
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl()
 ELASTIC_STORE = "fastsync/elastic"  # what the launcher's store holds of the training
 
 
@@ -75,7 +76,7 @@ class RankIdentity:
             return None
         launched = env.elastic_rank
         if launched is not None:
-            end_with_parent()
+            _end_with_parent()
         if group.size() == 1:
             if launched is None or env.elastic_store is None:
                 return None
@@ -95,3 +96,12 @@ def meet_alone_where_started_later() -> None:
     # A launcher within the script, such as torchrun, counts the starts of its own ranks from 0.
     if env.elastic_store is not None and env.restarts:
         meet_alone(env.master_port)
+
+
+def _end_with_parent() -> None:
+    """Let the system send this process a SIGTERM once its parent has ended.
+
+    Only Linux does. Where a shell stands between the launcher and this process, that is the parent.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))

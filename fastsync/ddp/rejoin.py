@@ -47,14 +47,11 @@ from fastsync.ddp.elastic_training import Elastic
 from fastsync.faults.consensus import RankMismatchError, Statement, find_difference
 from fastsync.faults.join_gate import JoinGate, Waiting, back_key
 from fastsync.faults.survivors import Decision
-from fastsync.reducer.engine import Engine
+from fastsync.reducer.engine import Engine, Progress
 from fastsync.reducer.monitor import open_watch, watch_of
 from fastsync.reducer.optimizer_hooks import StepWatcher, params_of, watch_steps
 from fastsync.reducer.state_transfer import give, receive
-from fastsync.reducer.sync_state import Progress
-from fastsync.zero.state_passing import Passing, Stateful
-
-__all__ = ["Returns", "Stateful"]
+from fastsync.zero.state_passing import Passing
 
 _log = logging.getLogger("fastsync")
 
@@ -113,11 +110,11 @@ class Returns(StepWatcher):
         self._ours = {id(param.tensor) for param in engine.params}
         self._lates = 0  # times that the others have gone on without this rank
         elastic.may_return = True
-        me = weakref.ref(self)  # no caller of this is to keep it
-        elastic.place.waiting = lambda: _alive(me)._doorway.waiting(())
-        elastic.invite = lambda *found: _alive(me)._doorway.admit(*found)
-        elastic.hand_over = lambda *found: _alive(me)._hand_over(*found)
-        engine.on_step = lambda core: _alive(me).before_forward()
+        me = weakref.proxy(self)  # no caller of this is to keep it
+        elastic.place.waiting = lambda: me._doorway.waiting(())
+        elastic.invite = lambda *found: me._doorway.admit(*found)
+        elastic.hand_over = lambda *found: me._hand_over(*found)
+        engine.on_step = lambda core: me.before_forward()
         watch_steps(self)
 
     def take_part(self, settings: Sequence[str]) -> None:
@@ -295,10 +292,3 @@ class Returns(StepWatcher):
             self._elastic.rounds.join(given["rounds"])
         progress = Progress(given["steps"], given["order"], Network(*given["network"]))
         engine.resume(progress, residuals={}, follows=True)
-
-
-def _alive(returns: weakref.ref[Returns]) -> Returns:
-    """Return the object whose model makes a step."""
-    found = returns()
-    assert found is not None
-    return found

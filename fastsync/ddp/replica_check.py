@@ -25,13 +25,12 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fastsync._torch import without_modes
-from fastsync.config.replica_policy import ReplicaPolicy
+from fastsync.config.fault_policies import ReplicaPolicy
 from fastsync.faults.wording import name_ranks
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.monitor import explained, watched, watched_call
 from fastsync.reducer.optimizer_hooks import StepWatcher, watch_steps
-
-__all__ = ["ReplicaError", "ReplicaGuard"]
+from fastsync.reducer.weak_calls import weakly
 
 _log = logging.getLogger("fastsync")
 _PLACE = "the comparison of what all ranks should have"
@@ -88,8 +87,7 @@ class ReplicaGuard(StepWatcher):
         self._engine, self._policy = engine, policy
         # In the order of their first steps.
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
-        me = weakref.ref(self)
-        engine.core.compare_every(policy.every, partial(_tell_differing, me))
+        engine.core.compare_every(policy.every, weakly(self.on_difference))
         watch_steps(self)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -104,7 +102,8 @@ class ReplicaGuard(StepWatcher):
         Raises:
             ReplicaError: the policy repairs nothing, or no rank knows how.
         """
-        with explained(self._engine.group, _PLACE):
+        # Without the modes of the backward that has just ended.
+        with without_modes(), torch.no_grad(), explained(self._engine.group, _PLACE):
             findings = self._locate(self._everyones(digests))
             step = self._engine.core.steps()
             if not self._policy.repair or any(f.source is None for f in findings):
@@ -210,14 +209,6 @@ class ReplicaGuard(StepWatcher):
                     finding.what,
                     finding.source,
                 )
-
-
-def _tell_differing(guard: weakref.ref[ReplicaGuard], digests: Sequence[int]) -> None:
-    """Report a difference that the reducer has found; it must not keep its engine alive."""
-    alive = guard()
-    if alive is not None:
-        with without_modes(), torch.no_grad():  # the modes of the backward that has just ended
-            alive.on_difference(digests)
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:

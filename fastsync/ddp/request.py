@@ -29,6 +29,7 @@ from fastsync._torch import (
 from fastsync.config import compatibility
 from fastsync.config.arguments import Zero
 from fastsync.config.compatibility import Setup
+from fastsync.config.fault_policies import PreemptionPolicy
 from fastsync.config.param_groups import (
     Group,
     GroupKey,
@@ -37,7 +38,6 @@ from fastsync.config.param_groups import (
     find_groups,
 )
 from fastsync.config.policy import BucketPolicy, SyncPolicy
-from fastsync.config.preemption_policy import PreemptionPolicy
 from fastsync.config.sync_modes import NO_GROUP
 from fastsync.ddp.preemption_handler import check_preemption
 from fastsync.faults import consensus
@@ -45,14 +45,12 @@ from fastsync.faults.node_links import check_grid, find_nodes
 from fastsync.faults.rendezvous import UnreachableStoreError
 from fastsync.reducer import core
 from fastsync.reducer.buckets import travels_coded
-from fastsync.reducer.engine import NamedParam
 from fastsync.reducer.monitor import gather_watched, lend_watch, open_watch, watched, wrapping
 from fastsync.reducer.tied_parameters import check_untied
-from fastsync.timeline.timeline_policy import TimelinePolicy
+from fastsync.reducer.unused_parameters import NamedParam
+from fastsync.timeline.recorder import TimelinePolicy
 from fastsync.wire.formats import FORMATS, Wire
 from fastsync.wire.plugins import check_device
-
-__all__ = ["Request", "named_params"]
 
 T = TypeVar("T")
 Settled = tuple[BucketPolicy, SyncPolicy, TimelinePolicy | None, PreemptionPolicy | None]

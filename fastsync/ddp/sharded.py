@@ -16,19 +16,16 @@ from torch.optim import Optimizer
 
 from fastsync._torch import untraced
 from fastsync.ddp.fast_ddp import FastDDP
+from fastsync.fsdp.fsdp_module import context_of, record, stats_of, weights_of
 from fastsync.fsdp.fully_shard import fully_shard
 from fastsync.fsdp.group_choice import choose_units, contiguous, exchange_in_optimizers
 from fastsync.fsdp.module_hooks import state_of
-from fastsync.fsdp.step_records import context_of, record, stats_of
-from fastsync.fsdp.weights import weights_of
 from fastsync.reducer import sync_checkpoint
 from fastsync.reducer.mean_weights import MeanWeights
 from fastsync.reducer.monitor import explained
 from fastsync.timeline.recorder import Recorder
 from fastsync.timeline.stats import SyncStats
 from fastsync.wire.formats import Choice, Wire
-
-__all__ = ["ShardedDDP"]
 
 _MADE_BY = "FastDDP(zero=3)"
 _OTHER_WORDS = re.compile(r"(fastsync\.)?fully_shard(\(\))?|\bFSDP\b")

@@ -29,13 +29,9 @@ from fastsync._build.env import Env
 from fastsync.ddp.fast_ddp import FastDDP
 from fastsync.ddp.sharded import ShardedDDP
 from fastsync.faults.consensus import RankMismatchError, Statement, agree
-from fastsync.fsdp.fsdp_module import FSDPModule
-from fastsync.fsdp.step_records import context_of
-from fastsync.fsdp.weights import weights_of
+from fastsync.fsdp.fsdp_module import FSDPModule, context_of, weights_of
 from fastsync.reducer.mean_weights import MeanWeights
 from fastsync.reducer.monitor import make_rendezvous, watched
-
-__all__ = ["ShareSampler", "Shares", "divide"]
 
 WINDOW = 16  # parts whose speeds a rank takes the median of
 GAIN = 0.03  # of the step, which new parts must gain: less is noise

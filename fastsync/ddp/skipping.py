@@ -8,7 +8,6 @@ makes the same step of the optimizer after it. csrc/reducer/reducer.h has the en
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +21,7 @@ from fastsync.faults.consensus import RankMismatchError
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.optimizer_hooks import StepWatcher, params_of, watch_steps
-
-__all__ = ["Attempt", "Skips"]
+from fastsync.reducer.weak_calls import weakly
 
 _log = logging.getLogger("fastsync")
 
@@ -58,8 +56,7 @@ class Skips(StepWatcher):
         self.attempting = False
         self.refusal: RuntimeError | None = None
         self._sent: int | None = None  # buckets of the step that this rank leaves out
-        me = weakref.ref(self)
-        engine.core.on_skips(lambda contributors: _weigh(me, contributors))
+        engine.core.on_skips(weakly(self.weigh))
         watch_steps(self)
 
     @contextmanager
@@ -168,12 +165,6 @@ class Skips(StepWatcher):
         buckets = self._engine.plan.buckets[: self._sent]
         sent = {index for bucket in buckets for index in bucket.params}
         return [index in sent for index in range(len(self._engine.params))]
-
-
-def _weigh(skips: weakref.ref[Skips], contributors: Sequence[int]) -> None:
-    alive = skips()
-    if alive is not None:
-        alive.weigh(contributors)
 
 
 def _check_block(module: nn.Module, errors: tuple[type[Exception], ...]) -> None:

@@ -11,8 +11,6 @@ from fastsync.doctor.facts import Facts, is_loopback
 from fastsync.doctor.finding import Finding, fail, ok, warn
 from fastsync.faults.wording import name_ranks
 
-__all__ = ["CHECKS", "Ranks", "check_facts", "check_shared", "machines_of"]
-
 Ranks = Mapping[int, Facts]  # by rank
 Check = Callable[[Ranks, str], list[Finding]]
 

@@ -28,8 +28,6 @@ from fastsync.doctor.drill import FAULTS
 from fastsync.doctor.examine import Team, examine
 from fastsync.doctor.report import report_text
 
-__all__ = ["main"]
-
 _FAILED, _INTERRUPTED = 1, 130
 
 

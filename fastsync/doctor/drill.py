@@ -23,8 +23,6 @@ from fastsync.doctor.drill_rank import DRILL_TIMEOUT, EXIT_CODE
 from fastsync.doctor.finding import Finding, fail, ok, warn
 from fastsync.faults.wording import name_ranks
 
-__all__ = ["FAULTS", "Outcome", "judge", "run_drill"]
-
 _PATIENCE = 6.0  # seconds beyond the timeout until a stopped rank is killed
 _LIMIT = 90.0  # seconds until a rank that has not ended is
 _REAPING = 0.3  # seconds; torchrun too looks after its ranks now and then only

@@ -21,8 +21,6 @@ from torch.distributed.rendezvous import rendezvous
 import fastsync
 from fastsync._torch import PrefixStore
 
-__all__ = ["DRILL_TIMEOUT", "EXIT_CODE"]
-
 DRILL_TIMEOUT = 6.0  # seconds of the process group
 EXIT_CODE = 3
 _STEPS, _AT = 30, 4

@@ -27,8 +27,6 @@ from fastsync.faults.wording import name_ranks
 from fastsync.reducer.monitor import explained, open_watch
 from fastsync.reducer.shared_memory import offer_memory
 
-__all__ = ["Team", "examine"]
-
 _BUILD = 600.0  # seconds for facts, which may have to compile the extension
 _DRILL = 240.0  # seconds for a drill's outcome
 _SHARES = {"all-reduces": 0.3, "pairs": 0.6, "compute": 0.1}  # of the time for measuring

@@ -23,20 +23,11 @@ import torch.distributed as dist
 
 import fastsync
 from fastsync._build.env import Env, set_variables
-from fastsync._build.extension import BuildError, origin
-from fastsync._build.recipe import sources_digest
+from fastsync._build.extension import origin
+from fastsync._build.recipe import BuildError, sources_digest
 from fastsync._torch import Store
 from fastsync.faults.machines import network_space, own_address, process_space
 from fastsync.reducer import core
-
-__all__ = [
-    "Facts",
-    "Interface",
-    "facts_of_this_rank",
-    "find_interface",
-    "gloo_address",
-    "is_loopback",
-]
 
 _SYS, _INET6 = Path("/sys/class/net"), Path("/proc/net/if_inet6")
 _SIOCGIFADDR = 0x8915
@@ -138,7 +129,7 @@ def facts_of_this_rank(store: Store | None, local_rank: int) -> Facts:
         versions=_versions(),
         prebuilt=prebuilt,
         cache=(str(folder), shutil.disk_usage(there).free / 2**30),
-        cuda_error=build_error or core.device_problem(torch.device("cuda")),
+        cuda_error=build_error or core.device_problem("cuda"),
         build_error=build_error,
         backends=tuple(name for name in _BACKENDS if dist.is_backend_available(name)),
         variables=variables,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["Finding", "Level", "fail", "ok", "warn"]
-
 
 class Level(enum.IntEnum):
     """How bad it is. FAIL: the ranks will not train, or not together."""

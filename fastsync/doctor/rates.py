@@ -30,23 +30,6 @@ from fastsync._torch import default_group, gather_objects
 from fastsync.doctor.finding import Finding, ok, warn
 from fastsync.faults.wording import name_ranks
 
-__all__ = [
-    "RULES",
-    "AllReduce",
-    "Measured",
-    "Pair",
-    "PairTime",
-    "Pairs",
-    "Slow",
-    "check_compute",
-    "check_pairs",
-    "compute_seconds",
-    "find_slow",
-    "measure_all_reduce",
-    "measure_pairs",
-    "pair_rounds",
-]
-
 _SIZES = (1 << 17, 1 << 20, 1 << 23, 1 << 26)  # bytes of all-reduces
 _ROUNDS = 10  # of each
 _LATENCIES, _RATES = 20, 5  # exchanges of a pair

@@ -14,8 +14,6 @@ from fastsync.faults.wording import name_ranks
 from fastsync.planner.quantities import shown_seconds
 from fastsync.timeline.moves import size_text
 
-__all__ = ["Report", "report_text"]
-
 _WIDTH = 110
 _SHOWN = 10  # pairs
 

@@ -20,8 +20,6 @@ from fastsync.faults.machines import process_space
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.faults.wording import name_ranks
 
-__all__ = ["Arrivals", "ExitReasons"]
-
 _ANSWERS = 0.3  # seconds for ranks that come just now
 _LISTEN = 1.0  # seconds between two looks for a question, of a thousand ranks at most
 _DISTANCE = 3  # each warning comes so many times later

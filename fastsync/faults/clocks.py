@@ -19,8 +19,6 @@ from pathlib import Path
 
 from fastsync._torch import PrefixStore, Store
 
-__all__ = ["ClockOffset", "Mailbox", "align_clocks", "clock_name"]
-
 _PINGS = 20
 
 

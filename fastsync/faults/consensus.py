@@ -18,9 +18,6 @@ import torch.distributed as dist
 
 from fastsync._torch import gather_objects
 
-__all__ = ["Param", "RankMismatchError", "Statement", "agree", "find_difference", "together"]
-
-
 # Name, shape, dtype, requires_grad.
 Param = tuple[str, tuple[int, ...], str, bool]
 

@@ -21,8 +21,6 @@ from pathlib import Path
 
 from fastsync._build.extension import leave_pipelines
 
-__all__ = ["guard_exit", "let_threads_finish"]
-
 _TASKS = Path("/proc/self/task")
 _GLOO_THREAD = "pt_gloo_runloo"  # the kernel keeps 15 characters of "pt_gloo_runloop"
 _PAUSE = 0.001

@@ -25,8 +25,6 @@ import torch
 
 from fastsync.faults.sync_fault import SyncFault
 
-__all__ = ["ExitingRank", "before_leaving", "in_words"]
-
 # Where the frame of an exception is not the script's: its line says what broke, not why.
 _WITHOUT_FILE = ("<frozen ", "<__array_function__")  # modules of Python's, code of older numpy's
 _TORCH, _FASTSYNC = Path(torch.__file__).parent, Path(__file__).parents[1]

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from fastsync._torch import Store
 from fastsync.faults.sync_fault import SyncFault
 
-__all__ = ["ENDED", "JoinGate", "Waiting", "back_key"]
-
 ENDED = "ended"  # set by the launcher once a rank has come to its end
 _BEAT = 0.05  # seconds between two signs of life
 _LOOK = 0.2  # seconds between two looks for ranks that wait

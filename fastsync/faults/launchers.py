@@ -21,8 +21,6 @@ from typing import TypeVar
 from fastsync._torch import Store
 from fastsync.faults.join_gate import ENDED, back_key
 
-__all__ = ["Launchers", "Machine"]
-
 T = TypeVar("T")
 _TELL = 0.2  # seconds between two tales, where few are listening
 _LISTENERS = 50.0  # launchers that tell and listen in a second

@@ -9,8 +9,6 @@ from pathlib import Path
 from fastsync._torch import Store
 from fastsync.faults.stores import served_at
 
-__all__ = ["network_space", "own_address", "process_space"]
-
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 

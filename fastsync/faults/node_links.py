@@ -14,8 +14,6 @@ import torch.distributed as dist
 from fastsync._torch import gather_objects
 from fastsync.wire.formats import Wire
 
-__all__ = ["Nodes", "check_grid", "find_nodes"]
-
 
 @dataclass(frozen=True)
 class Nodes:

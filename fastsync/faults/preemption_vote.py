@@ -27,8 +27,6 @@ from types import FrameType
 
 from fastsync._torch import Store
 
-__all__ = ["Preemption", "check_handlers", "outlive_preemption"]
-
 _PERIOD = 0.25  # seconds between looks at the store
 _RANKS_PER_PERIOD = 500  # that the store answers in that time without being busy with it
 _PAUSE = 0.02

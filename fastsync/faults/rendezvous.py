@@ -18,8 +18,6 @@ from fastsync._torch import Store, group_store
 from fastsync.faults.stores import served_at
 from fastsync.faults.sync_fault import SyncFault
 
-__all__ = ["Rendezvous", "UnreachableStoreError", "looks", "needing_store"]
-
 _REMEDY = "Every rank has to make that change before the same forward"
 _OFTEN, _LAST_LOOK = 0.1, 2.0  # seconds between looks at the others
 _FIRST_NAP, _LAST_NAP = 0.001, 0.03  # and between questions whether they have come

@@ -41,8 +41,6 @@ from fastsync.faults.exit_reasons import before_leaving
 from fastsync.faults.machines import own_address
 from fastsync.faults.stores import limit_connection, served_at
 
-__all__ = ["Answer", "Call", "Served", "Server", "open_server"]
-
 _STAYS = 5.0  # seconds after a script's end, for a rank that saves
 _CONNECTS = 30.0  # seconds for a connection
 _KNOCKS = 10.0  # seconds for the secret to arrive once there is a connection

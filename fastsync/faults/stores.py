@@ -10,8 +10,6 @@ from pathlib import Path
 
 from fastsync._torch import Store, TCPStore, root_store
 
-__all__ = ["limit_connection", "limit_silence", "served_at"]
-
 _FILES = Path("/proc/self/fd")
 _KEEPALIVES = 4  # in the time after which a connection fails
 _MOST_SECONDS, _MOST_MILLISECONDS = 32767, 2**31 - 1  # that Linux takes

@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass
 from fastsync._torch import Store
 from fastsync.faults.sync_fault import SyncFault
 
-__all__ = ["Decision", "Patience", "RankState", "Survivors", "decide"]
-
 _PAUSE = 0.002  # seconds between looks at the store
 _LONGEST = 1800.0
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["SyncFault"]
-
 
 class SyncFault(RuntimeError):
     """Error on a rank whose peers have ended or did not come in time; says which, where and why.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["name_ranks"]
-
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """Return "rank 3", or "ranks 0-2, 5"."""

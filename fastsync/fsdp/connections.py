@@ -1,25 +1,38 @@
-"""How the units of one model are reached on other ranks, and what they are called there."""
+"""How the units of one model are reached on other ranks, and what they are called there.
+
+[Note: memory ahead of time]
+Whole parameters, and the buffers that shares and gradients travel in, lie in a pool. Its mark is a
+setting of the environment. A unit that a module needs is gathered whatever the mark says; a unit
+that is not needed yet is gathered only where it fits in besides.
+
+A gather is a collective: either every rank begins it ahead of time, or none does. So ranks compare
+their marks, and what fits follows from whole sizes of units, never from what a rank's allocator
+says.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import torch.distributed as dist
 
+from fastsync._build.env import Env
 from fastsync._torch import outside_transforms, without_modes
 from fastsync.faults.consensus import Statement
 from fastsync.fsdp.dtype_shard import DtypeShard
 from fastsync.fsdp.group_links import Links
-from fastsync.fsdp.memory_budget import MARK, NO_MARK, mark_here
 from fastsync.fsdp.mesh import Place
 from fastsync.fsdp.param_group import Unit
 from fastsync.reducer import core
 from fastsync.reducer.process_groups import OwnGroups, new_part
 from fastsync.timeline.moves import UnitInfo
 
-__all__ = ["Connections", "links_in", "travels"]
+_MARK = "FASTSYNC_UNIT_MEMORY_MB"
+NO_MARK = sys.maxsize  # bytes
+_MIB = 2**20
 
 
 class Connections:
@@ -44,7 +57,7 @@ class Connections:
     @cached_property
     def log(self) -> core.UnitLog:
         """Return the log of what the units do, step by step."""
-        return core.make_unit_log()
+        return core.UnitLog()
 
     def merge(self, other: Connections) -> None:
         """Take the links of a unit that was alone, and belongs to these from now on."""
@@ -72,7 +85,7 @@ class Connections:
 
     def _links_of(self, place: Place, units: Sequence[Unit]) -> Links:
         if place.group not in self._links:
-            self.mark = mark_here()
+            self.mark = _mark_here()
             said = _statement(units, place, self.mark)
             # A script's own mode that counts collectives is about those of its model.
             with without_modes(), outside_transforms():
@@ -87,7 +100,7 @@ class Connections:
         self._named = dtype_shards
         self.infos[:] = [info for unit in units for info in _infos(unit)]
         for number, (dtype_shard, info) in enumerate(zip(dtype_shards, self.infos, strict=True)):
-            dtype_shard.call(core.make_unit_name(number, info.words, info.parameters))
+            dtype_shard.call(core.UnitName(number, info.words, info.parameters))
         names = [f"unit {info.name!r}" for info in self.infos]
         for links in links_in(units):
             for peers in links.peers():
@@ -102,7 +115,7 @@ def _statement(units: Sequence[Unit], place: Place, mark: int) -> Statement:
         for number, unit in own
         for what, said in unit.settings().items()
     }
-    about[MARK] = "none" if mark == NO_MARK else f"{mark} bytes"
+    about[_MARK] = "none" if mark == NO_MARK else f"{mark} bytes"
     return Statement(about, [member.described() for _, unit in own for member in unit.members])
 
 
@@ -133,3 +146,17 @@ def _info(dtype_shard: DtypeShard, name: str) -> UnitInfo:
     dtype = str(dtype_shard.compute).removeprefix("torch.")
     names = tuple(member.name for member in dtype_shard.members)
     return UnitInfo(name, names, numel * dtype_shard.compute.itemsize, dtype)
+
+
+def _mark_here() -> int:
+    """The mark of this process, in bytes."""
+    wanted = Env.read().unit_memory_mb
+    return NO_MARK if wanted is None else max(1, int(wanted * _MIB))
+
+
+def fits(mark: int, units: Iterable[Unit], reducing: Iterable[Unit]) -> bool:
+    """Return whether `units` may be whole at once, while the gradients of one
+    of `reducing` travel.
+    """
+    travelling = max((unit.bytes_to_reduce() for unit in reducing), default=0)
+    return sum(unit.bytes_to_gather() for unit in units) + travelling <= mark

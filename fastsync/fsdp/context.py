@@ -18,22 +18,21 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from fastsync._torch import local_of
 from fastsync.faults.sync_fault import SyncFault
-from fastsync.fsdp.connections import Connections, links_in, travels
+from fastsync.fsdp.connections import NO_MARK, Connections, fits, links_in, travels
 from fastsync.fsdp.dtype_shard import finalize_gradients, release_gradients
 from fastsync.fsdp.group_links import Links
 from fastsync.fsdp.loaded_state import LoadedStates
 from fastsync.fsdp.local_steps import LocalSteps
-from fastsync.fsdp.memory_budget import NO_MARK, fits
 from fastsync.fsdp.param_group import Unit
 from fastsync.fsdp.sharded_param import OWNER
 from fastsync.reducer import core
 from fastsync.reducer.mean_weights import MeanWeights, Number
 from fastsync.reducer.optimizer_hooks import Arguments, StepWatcher, params_of, watch_steps
 from fastsync.reducer.reports import UnitCounters
+from fastsync.reducer.weak_calls import weakly
 from fastsync.timeline.recorder import Recorder
-
-__all__ = ["Context"]
 
 # Reductions whose buffers may be under way at once.
 IN_FLIGHT = 1
@@ -112,14 +111,10 @@ class Context(StepWatcher, Generic[S]):
         """Return the watch for gradients that arrive while no output of a module has announced
         them.
         """
-        alive = weakref.ref(self)
+        return core.UnitGradients(weakly(self._announce_backward))
 
-        def announce() -> None:
-            context = alive()
-            if context is not None:
-                context.states[0].announce_backward()
-
-        return core.make_unit_gradients(announce)
+    def _announce_backward(self) -> None:
+        self.states[0].announce_backward()
 
     def units(self) -> list[Unit]:
         return [state.unit for state in self.states if state.unit is not None]
@@ -137,6 +132,11 @@ class Context(StepWatcher, Generic[S]):
         if other.weights is not None:
             raise RuntimeError("add_weight() was called on a module that is not the root")
         other.stop_watching()
+
+    def averages(self) -> list[torch.Tensor | None]:
+        """Return this rank's part of each gradient."""
+        grads = [member.sharded.grad for unit in self.units() for member in unit.members]
+        return [None if grad is None else local_of(grad) for grad in grads]
 
     def all_links(self) -> list[Links]:
         return links_in(self.units())

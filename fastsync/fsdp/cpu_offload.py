@@ -26,8 +26,6 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-__all__ = ["HOME", "Arriving", "CopyAlways", "Offload", "Staging", "staging_of"]
-
 # Where shares, their gradients and optimizers' states stay.
 HOME = torch.device("cpu")
 

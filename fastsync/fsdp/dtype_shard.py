@@ -16,21 +16,12 @@ from fastsync._torch import set_local, with_own_storage
 from fastsync.config.policy import UnitWires
 from fastsync.fsdp.cpu_offload import Arriving, staging_of
 from fastsync.fsdp.group_codes import Codes, gradient_codes, parameter_codes
-from fastsync.fsdp.group_links import Links
+from fastsync.fsdp.group_links import FlatGather, Links
 from fastsync.fsdp.mesh import Place
-from fastsync.fsdp.post_forward import PostForwardShard
 from fastsync.fsdp.shard_layout import ChunkLayout, lay_out, whole_offsets
 from fastsync.fsdp.sharded_param import ShardedParam
 from fastsync.reducer import core
 from fastsync.reducer.mean_weights import Number
-
-__all__ = [
-    "TRAINABLE",
-    "DtypeShard",
-    "MixedDTypes",
-    "finalize_gradients",
-    "release_gradients",
-]
 
 # Dtypes that dtype shards cast, sum and scale.
 TRAINABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -63,6 +54,27 @@ class _Reducing:
     laid: ChunkLayout
     layout: core.UnitLayout
     missed: bool
+
+
+class PostForwardShard:
+    """This rank's part of the memory of whole members, kept between forward and backward.
+
+    The parts of few ranks, which may be those of one machine, make up the whole members. So
+    backward gathers from these ranks alone.
+
+    Args:
+        whole: that memory, one-dimensional.
+        group: group whose ranks keep an equal part each.
+    """
+
+    def __init__(self, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self.group = group
+        count = math.ceil(whole.numel() / group.size())
+        begin = min(count * group.rank(), whole.numel())
+        found = whole[begin : begin + count]
+        self.part = whole.new_zeros(count)
+        self.part[: found.numel()].copy_(found)
+        self.gather: FlatGather | None = None
 
 
 class DtypeShard:
@@ -117,7 +129,7 @@ class DtypeShard:
     def _core_layout_of(self, laid: ChunkLayout, codes: Codes | None) -> core.UnitLayout:
         name = self.members[0].name
         spec = None if codes is None else codes.spec(laid, self.place.world, name)
-        return core.make_unit_layout(laid.places, laid.chunk, laid.packed, laid.flags, spec)
+        return core.UnitLayout(laid.places, laid.chunk, laid.packed, laid.flags, spec)
 
     # --- shares
 
@@ -299,7 +311,7 @@ class DtypeShard:
         members = [(s.sizes, s.dim, o) for s, o in zip(shapes, offsets, strict=True)]
         dtypes = (self.dtype, self.compute, self.reduce)
         device, tag = self.place.device, self.links.next_tag()
-        made = core.make_unit(self.links.core, members, dtypes, device, tag)
+        made = core.Unit(self.links.core, members, dtypes, str(device), tag)
         if self.name is not None:
             made.set_name(self.name)
         return made
@@ -319,22 +331,26 @@ class DtypeShard:
             with self.staging.sending():
                 way.start_gather()
         else:
-            assert self.links is not None and self.name is not None
-            self._kept.start_gather(self.links.shares.ranks, self.name)
+            self._gather_kept(self._kept)
 
     def finish_gather(self) -> None:
         if self._kept is None:
             self._way().finish_gather()
             self.staging.arrived()
         else:
-            self.start_gather()
-            self._finish_small_gather(self._kept)
+            self._finish_small_gather(self._gather_kept(self._kept))
+
+    def _gather_kept(self, kept: PostForwardShard) -> FlatGather:
+        if kept.gather is None:
+            assert self.links is not None and self.name is not None
+            kept.gather = FlatGather(kept.part, kept.group, self.links.shares.ranks, self.name)
+        return kept.gather
 
     @torch.no_grad()
-    def _finish_small_gather(self, kept: PostForwardShard) -> None:
-        gathered, whole = kept.finish_gather(), self._way().allocate()
+    def _finish_small_gather(self, gather: FlatGather) -> None:
+        gathered, whole = gather.wait(), self._way().allocate()
         whole.copy_(gathered[: whole.numel()])
-        kept.arrived()
+        gather.arrived()
         self._kept = None
 
     @torch.no_grad()
@@ -356,9 +372,9 @@ class DtypeShard:
 
     def drop_part(self) -> None:
         """Drop the kept part; the next gather is of the shares."""
-        if self._kept is not None:
-            self._kept.wait()
-            self._kept = None
+        if self._kept is not None and self._kept.gather is not None:
+            self._kept.gather.wait()
+        self._kept = None
 
     # --- gradients
 

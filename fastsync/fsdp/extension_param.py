@@ -21,14 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fastsync._torch import all_gather_flat, is_wrapper
 from fastsync.faults.consensus import RankMismatchError, Statement, agree
 from fastsync.fsdp.dtype_shard import TRAINABLE, DtypeShard
-from fastsync.fsdp.errors import RefusedError
-from fastsync.fsdp.mesh import Place
+from fastsync.fsdp.mesh import Place, RefusedError
 from fastsync.fsdp.shard_layout import Shape
 from fastsync.fsdp.sharded_param import ShardedParam
 from fastsync.reducer import core
 from fastsync.reducer.monitor import awaited, watched
-
-__all__ = ["ExtensionShard", "has_extension", "own_share", "stands_apart"]
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _GATHER = f"the gather of what {_PRE}() gives"

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import functools
+import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
-from typing import NoReturn, TypeVar, cast
+from typing import NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchModule
 from torch.distributed.fsdp import UnshardHandle
 
+from fastsync._build.env import Env
+from fastsync.fsdp.context import Context
 from fastsync.fsdp.dtype_shard import release_gradients
-from fastsync.fsdp.errors import RefusedError
-from fastsync.fsdp.module_hooks import State, state_of
+from fastsync.fsdp.mesh import Place, RefusedError
+from fastsync.fsdp.module_hooks import State, kind_of, state_of
 from fastsync.fsdp.param_group import Unit
-from fastsync.fsdp.step_records import Recording
-from fastsync.fsdp.weights import Weighted
+from fastsync.reducer.mean_weights import MeanWeights, Number
+from fastsync.reducer.weak_calls import weakly
+from fastsync.timeline.recorder import RecordedModel, Recorder, TimelinePolicy
+from fastsync.timeline.stats import SyncStats, unit_stats
 
-__all__ = ["FSDPModule", "register_fsdp_forward_method", "shard_class"]
-
-M = TypeVar("M", bound=nn.Module)
+Wanted = str | os.PathLike[str] | bool | TimelinePolicy
 
 
 class _Handle(UnshardHandle):
@@ -64,8 +69,126 @@ def _units(module: object, recurse: bool) -> Iterator[Unit]:
             yield state.unit
 
 
-class _Gathering:
-    """When whole parameters come and go."""
+def record(
+    root: nn.Module, policy: TimelinePolicy, group: dist.ProcessGroup | None = None
+) -> Recorder:
+    """Record the steps of `root` from now on.
+
+    Args:
+        group: the ranks that are recorded together; by default those of its mesh.
+
+    Raises:
+        RuntimeError: it is no root, has no parameters, or is recorded already.
+    """
+    context = context_of(root)
+    if context.recorder is not None:
+        raise RuntimeError(
+            "this model is recorded already; write_timeline() writes what there is at any time"
+        )
+    places = _places_below(root)
+    if not places:
+        raise RuntimeError("there is nothing to record: fully_shard() found no parameters")
+    names = tuple(name for name, _ in root.named_parameters())
+    model = RecordedModel(kind_of(root), names, places[0].device, units=context.connections.infos)
+    context.recorder = Recorder(policy, model, group or places[0].everybody())
+    return context.recorder
+
+
+def stats_of(root: nn.Module, one_rank_step: float | None) -> SyncStats:
+    """Return what synchronising has cost this rank."""
+    context = context_of(root)
+    steps = context.recorder.steps() if context.recorder is not None else []
+    counted, infos = context.counters(), context.connections.infos
+    return unit_stats(counted, context.connections.log.steps(), infos, steps, one_rank_step)
+
+
+def context_of(module: nn.Module) -> Context[State]:
+    """Return the context that the units of a root share.
+
+    Raises:
+        RuntimeError: it is no root.
+    """
+    state = _state(module)
+    if state.is_root is False:
+        raise RuntimeError(
+            f"this {kind_of(module)} is no root: ask the outermost module of fully_shard(), which "
+            "knows of all units"
+        )
+    return state.context
+
+
+def _places_below(root: nn.Module) -> list[Place]:
+    states = (state_of(module) for module in root.modules())
+    return [unit.place for state in states if state is not None for unit in state.uses]
+
+
+def weights_of(root: nn.Module) -> MeanWeights:
+    """Return what weights of a root are given to.
+
+    Raises:
+        RuntimeError: it is no root, or has no parameters.
+        ValueError: its ranks have no process group in common.
+    """
+    context = context_of(root)
+    if context.weights is None:
+        places = _places_below(root)
+        if not places:
+            raise RuntimeError("there is nothing to average: fully_shard() found no parameters")
+        group = places[0].everybody()
+        if group.size() != places[0].ranks:
+            raise RefusedError(
+                "add_weight() needs a process group of all ranks: a mesh of one dimension, or one "
+                "of two that has all ranks of the default group"
+            )
+        name = zlib.crc32(",".join(name for name, _ in root.named_parameters()).encode())
+        averages = weakly(context.averages)
+        context.weights = MeanWeights(
+            group, str(name), places[0].device, averages, lambda index: True
+        )
+    return context.weights
+
+
+def _unsupported(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"fastsync.fully_shard does not support {what}: its own kernels and transports move units"
+    )
+
+
+class FSDPModule(TorchModule):
+    """A module that `fastsync.fully_shard` was applied to; torch's FSDPModule, too."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> FSDPModule:
+        """Make plain modules, as a Sequential does when it is sliced."""
+        plain = cast("type[FSDPModule]", cls.__mro__[cls.__mro__.index(TorchModule) + 1])
+        made = plain.__new__(plain)
+        made.__init__(*args, **kwargs)  # type: ignore[misc]
+        return made
+
+    def _get_fsdp_state(self) -> NoReturn:
+        raise _unsupported("torch's internal _get_fsdp_state()")
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Do nothing: gathers are asynchronous in any case."""
+
+    def _apply(self, *args: object, **kwargs: object) -> object:
+        """Conversions apply to the shares."""
+        unit = _state(self).unit
+        if unit is not None:
+            unit.reshard()
+        made = super(TorchModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        if unit is not None:
+            unit.sync_params()
+        return made
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        made_by = _state(self).made_by
+        subject = "FSDP" if made_by == "fully_shard()" else made_by
+        raise RefusedError(
+            f"{subject} does not support deepcopy: copy the module before {made_by}, or load its "
+            "state dict into another one"
+        )
+
+    # --- when unsharded parameters come and go
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own unit, not those below.
@@ -138,9 +261,7 @@ class _Gathering:
         """
         _state(self).reset()
 
-
-class _Reducing:
-    """When and how gradients travel."""
+    # --- when and how gradients travel
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -225,46 +346,61 @@ class _Reducing:
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Accept a hint on where NCCL's buffers lie, which no result depends on."""
 
+    # --- weights of micro-batches, and records of steps
 
-def _unsupported(what: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"fastsync.fully_shard does not support {what}: its own kernels and transports move units"
-    )
+    def add_weight(self, weight: Number, mean: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Give the next micro-batch a weight; see `FastDDP.add_weight`.
 
+        Raises:
+            RuntimeError: the module is no root.
+            ValueError: it makes no sense, or the ranks have no process group in common.
+        """
+        weights_of(cast(nn.Module, self)).add(weight)
+        return None if mean is None else mean * weight
 
-class FSDPModule(_Gathering, _Reducing, Recording, Weighted, TorchModule):
-    """A module that `fastsync.fully_shard` was applied to; torch's FSDPModule, too."""
+    def sync_stats(self, one_rank_step: float | None = None) -> SyncStats:
+        """Counters of gathers and reductions, and times where `record_timeline()` records.
 
-    def __new__(cls, *args: object, **kwargs: object) -> FSDPModule:
-        """Make plain modules, as a Sequential does when it is sliced."""
-        plain = cast("type[FSDPModule]", cls.__mro__[cls.__mro__.index(TorchModule) + 1])
-        made = plain.__new__(plain)
-        made.__init__(*args, **kwargs)  # type: ignore[misc]
-        return made
+        Args:
+            one_rank_step: seconds of a training step without other ranks, on as much data as each
+                rank has here; gives the scaling efficiency.
 
-    def _get_fsdp_state(self) -> NoReturn:
-        raise _unsupported("torch's internal _get_fsdp_state()")
+        Raises:
+            RuntimeError: the module is no root.
+            ValueError: `one_rank_step` is not positive, or no two steps have been recorded.
+        """
+        return stats_of(cast(nn.Module, self), one_rank_step)
 
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Do nothing: gathers are asynchronous in any case."""
+    def record_timeline(self, timeline: Wanted = True) -> None:
+        """Record when units are gathered and reduced; every rank calls it, on the root.
 
-    def _apply(self, *args: object, **kwargs: object) -> object:
-        """Conversions apply to the shares."""
-        unit = _state(self).unit
-        if unit is not None:
-            unit.reshard()
-        made = super(TorchModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        if unit is not None:
-            unit.sync_params()
-        return made
+        Args:
+            timeline: as FastDDP's argument: a path that is written after 20 steps, True to record
+                until training ends, or a `TimelinePolicy`. The same on every rank.
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        made_by = _state(self).made_by
-        subject = "FSDP" if made_by == "fully_shard()" else made_by
-        raise RefusedError(
-            f"{subject} does not support deepcopy: copy the module before {made_by}, or load its "
-            "state dict into another one"
-        )
+        Raises:
+            RuntimeError: the module is no root, or is recorded already.
+        """
+        policy = TimelinePolicy.of(timeline)
+        if policy is not None:
+            record(cast(nn.Module, self), policy)
+
+    def write_timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write what has been recorded so far; every rank calls it.
+
+        Args:
+            path: rank 0 writes this file.
+
+        Raises:
+            RuntimeError: nothing is recorded.
+        """
+        recorder = context_of(cast(nn.Module, self)).recorder
+        if recorder is None:
+            raise RuntimeError(
+                "write_timeline() finds no recording; call record_timeline() on the root, on every "
+                "rank"
+            )
+        recorder.write(os.fspath(path), Env.read().agree_timeout)
 
 
 @functools.cache

@@ -29,21 +29,18 @@ from fastsync._torch import (
 )
 from fastsync.config.policy import UnitWires
 from fastsync.fsdp.dtype_shard import TRAINABLE, MixedDTypes
-from fastsync.fsdp.errors import RefusedError
 from fastsync.fsdp.extension_param import own_share, stands_apart
 from fastsync.fsdp.fsdp_module import shard_class
-from fastsync.fsdp.mesh import Place, default_mesh, ranks_of
+from fastsync.fsdp.mesh import Place, RefusedError, default_mesh, ranks_of
 from fastsync.fsdp.module_hooks import State, state_of
 from fastsync.fsdp.param_group import Unit
-from fastsync.fsdp.registrations import watch_registrations
 from fastsync.fsdp.shard_layout import Shape
 from fastsync.fsdp.sharded_param import OWNER, Home, ShardedParam, find_homes
 from fastsync.reducer.monitor import expect_watch
+from fastsync.reducer.registrations import registrations
 from fastsync.reducer.tied_parameters import Memories, check_untied
 from fastsync.wire.formats import Choice, Wire, make_codec
 from fastsync.wire.plugins import check_device
-
-__all__ = ["fully_shard"]
 
 T = TypeVar("T", bound=nn.Module | Sequence[nn.Module])
 PlacementFn = Callable[[nn.Parameter], Shard | None]
@@ -120,7 +117,7 @@ def fully_shard(
         unit.switches.reshard_to = None if isinstance(reshard, bool) else reshard
         for param, member in zip(own, members, strict=True):
             setattr(param, OWNER, (weakref.ref(unit), member))
-    watch_registrations()
+    registrations()  # are counted from now on
     draw_as_unsharded()
     state = State(modules, unit, mixed, reshard_after_forward is None, tied)  # the modules hold it
     state.ignored = tuple(ignored_params or ())

@@ -13,13 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fastsync._torch import cut_like
-
-__all__ = [
-    "UnitChoice",
-    "choose_units",
-    "contiguous",
-    "exchange_in_optimizers",
-]
+from fastsync.reducer.optimizer_hooks import params_of
 
 # A module, a class of modules, or a module's name in the model.
 UnitChoice = nn.Module | type[nn.Module] | str
@@ -104,11 +98,11 @@ def exchange_in_optimizers(old: Sequence[nn.Parameter], new: Sequence[nn.Paramet
         ValueError: a state cannot be cut.
     """
     places = {id(before): after for before, after in zip(old, new, strict=True)}
-    found = [o for o in _optimizers() if any(id(param) in places for param in _params(o))]
+    found = [o for o in _optimizers() if any(id(param) in places for param in params_of(o))]
     states = [
         {
             param: _cut_state(optimizer, optimizer.state[param], places[id(param)])
-            for param in _params(optimizer)
+            for param in params_of(optimizer)
             if id(param) in places and param in optimizer.state
         }
         for optimizer in found
@@ -120,10 +114,6 @@ def exchange_in_optimizers(old: Sequence[nn.Parameter], new: Sequence[nn.Paramet
         for group in optimizer.param_groups:
             group["params"] = [places.get(id(param), param) for param in group["params"]]
     return len(found)
-
-
-def _params(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _cut_state(

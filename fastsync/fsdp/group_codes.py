@@ -16,8 +16,6 @@ from fastsync.reducer.bucket_layout import PayloadLayout, RegionLayout, region_p
 from fastsync.reducer.buckets import CodedPlan, travels_coded
 from fastsync.wire.formats import FORMATS, AnyCodec, Wire, make_codec
 
-__all__ = ["Codes", "gradient_codes", "parameter_codes"]
-
 
 @dataclass(frozen=True)
 class Codes:

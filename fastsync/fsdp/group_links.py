@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fastsync._torch import is_gloo, is_registered, resolvable_name
+from fastsync._torch import all_gather_flat, is_gloo, is_registered, resolvable_name
 from fastsync.faults.consensus import RankMismatchError, Statement, agree
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.fsdp.mesh import Place
@@ -17,8 +17,6 @@ from fastsync.reducer import core
 from fastsync.reducer.monitor import explained, is_over, open_watch, watch_of, watched
 from fastsync.reducer.process_groups import OwnGroups, new_cpu_group
 from fastsync.reducer.shared_memory import share_memory
-
-__all__ = ["Links", "Peers", "wait_for"]
 
 _PLACE = "the connection of units"
 
@@ -61,7 +59,7 @@ class Links:
 
         Args:
             in_memory: whether ranks of one machine may exchange through memory that they share.
-            mark: bytes of whole parameters and buffers; see fastsync/fsdp/memory_budget.py.
+            mark: bytes of whole parameters and buffers; see fastsync/fsdp/connections.py.
             statement: what they must agree on.
 
         Raises:
@@ -82,12 +80,12 @@ class Links:
         used = new_cpu_group(place.group, "units", groups) if own else place.group
         _agree(place, used, statement)
         memory = share_memory(used, 0) if own and in_memory else None
-        links = core.make_unit_links(used, memory, mark)
+        links = core.UnitLinks(resolvable_name(used), memory, mark)
         groups.end_with(links)
         replicas = None
         if place.replicas is not None:
             _look_out(place, place.replicas)
-            peers = core.make_unit_peers(place.replicas.rank())
+            peers = core.UnitPeers(place.replicas.rank())
             replicas = Peers(peers, place.replicas, place.device)
         shares = Peers(links.peers(), place.group, place.device)
         travels = place.by_messages and place.world > 1 and memory is None
@@ -148,3 +146,34 @@ def wait_for(work: dist.Work, transfer: core.Transfer, group: dist.ProcessGroup)
     except RuntimeError as error:
         transfer.fail(str(error))
     transfer.end_wait()
+
+
+class FlatGather:
+    """A gather of equal parts of the ranks of a group, which Python starts and waits for.
+
+    Args:
+        part: this rank's.
+        peers: the object that counts it.
+        name: of the unit.
+    """
+
+    def __init__(
+        self,
+        part: torch.Tensor,
+        group: dist.ProcessGroup,
+        peers: core.UnitPeers,
+        name: core.UnitName,
+    ) -> None:
+        self._group = group
+        self._gathered = part.new_empty(group.size() * part.numel())
+        self._transfer = peers.begin(name, "gather", (group.size() - 1) * part.nbytes)
+        self._work = all_gather_flat(self._gathered, part, group)
+
+    def wait(self) -> torch.Tensor:
+        """Return the parts of all ranks, in their order, once they have come."""
+        wait_for(self._work, self._transfer, self._group)
+        return self._gathered
+
+    def arrived(self) -> None:
+        """Note that the parameters are where modules compute with them."""
+        self._transfer.arrived()

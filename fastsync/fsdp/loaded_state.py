@@ -14,8 +14,6 @@ from fastsync._torch import local_of, spec_of
 from fastsync.fsdp.sharded_param import ShardedParam
 from fastsync.reducer.optimizer_hooks import is_elementwise, params_of
 
-__all__ = ["LoadedStates"]
-
 
 class LoadedStates:
     """The optimizers of one model, whose states are looked at after each load_state_dict()."""

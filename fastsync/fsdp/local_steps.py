@@ -29,8 +29,6 @@ from fastsync.reducer.optimizer_hooks import (
     with_loss,
 )
 
-__all__ = ["LocalSteps"]
-
 
 class _LocalState(defaultdict[torch.Tensor, dict[str, Any]]):
     """An optimizer's state, some of it by local tensors.

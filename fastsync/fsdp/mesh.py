@@ -13,9 +13,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fastsync._torch import default_group, is_gloo
 from fastsync.fsdp.cpu_offload import HOME, Offload
-from fastsync.fsdp.errors import RefusedError
 
-__all__ = ["Place", "default_mesh", "ranks_of"]
+
+class RefusedError(ValueError, AssertionError):
+    """Bad input that FSDP2 refuses with an AssertionError: scripts may catch it as that."""
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,8 @@ from fastsync._torch import (
 from fastsync.fsdp.context import Context
 from fastsync.fsdp.nested_tensors import grad_tensors, map_tensors, output_grad_tensors
 from fastsync.fsdp.param_group import Moment, Unit
-from fastsync.fsdp.registrations import registrations
 from fastsync.fsdp.sharded_param import Home, ShardedParam
-
-__all__ = ["State", "state_of"]
+from fastsync.reducer.registrations import registrations
 
 Args = tuple[object, ...]
 Kwargs = Mapping[str, object]
@@ -332,9 +330,9 @@ class State:
                     full = f"{name}.{own}" if name else own
                     raise RuntimeError(
                         f"parameter {full!r} was added to the model, or took the place of another, "
-                        f"after fully_shard() was applied to this {_kind(root)}, so that it is not "
-                        "synchronised and each rank would train its own; change layers before the "
-                        "model is wrapped, freeze the parameter, or put it into ignored_params"
+                        f"after fully_shard() was applied to this {kind_of(root)}, so that it is "
+                        "not synchronised and each rank would train its own; change layers before "
+                        "the model is wrapped, freeze the parameter, or put it into ignored_params"
                     )
 
     def _recover(self) -> None:
@@ -579,7 +577,7 @@ _LOST = (
 )
 
 
-def _kind(module: nn.Module) -> str:
+def kind_of(module: nn.Module) -> str:
     """Return the name of its class before fully_shard()."""
     return type(module).__name__.removeprefix("FSDP")
 

@@ -10,8 +10,6 @@ from typing import TypeVar, cast
 
 import torch
 
-__all__ = ["grad_tensors", "map_tensors", "output_grad_tensors"]
-
 T = TypeVar("T")
 
 # Objects that a search for tensors looks at, so that one that leads far away ends.

@@ -29,8 +29,6 @@ from fastsync.fsdp.sharded_param import ShardedParam
 from fastsync.reducer import core
 from fastsync.reducer.mean_weights import Number
 
-__all__ = ["Moment", "Switches", "Unit"]
-
 
 class Moment(Enum):
     """Phase of a unit, or of a module's state."""

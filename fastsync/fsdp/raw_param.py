@@ -5,13 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fastsync._torch import all_gather_flat
 from fastsync.fsdp.dtype_shard import DtypeShard
-from fastsync.fsdp.group_links import wait_for
+from fastsync.fsdp.group_links import FlatGather
 from fastsync.fsdp.sharded_param import ShardedParam
-from fastsync.reducer import core
-
-__all__ = ["RawShard"]
 
 
 class RawShard(DtypeShard):
@@ -20,9 +16,7 @@ class RawShard(DtypeShard):
     The collective is that of the process group.
     """
 
-    _gathered: torch.Tensor | None = None
-    _work: dist.Work | None = None
-    _transfer: core.Transfer | None = None
+    _gather: FlatGather | None = None
     _has_memory = False
 
     @property
@@ -55,33 +49,26 @@ class RawShard(DtypeShard):
         return any(member.whole is not None for member in self.members)
 
     def start_gather(self) -> None:
-        if self._has_memory or self._work is not None:
+        if self._has_memory or self._gather is not None:
             return
         self.check_memory()
-        with self.staging.sending():
-            self._send(self.staging.source.view(torch.uint8))
-
-    def _send(self, chunk: torch.Tensor) -> None:
-        self._gathered = chunk.new_empty(self.place.world * chunk.numel())
         assert self.links is not None and self.name is not None
-        sent = (self.place.world - 1) * chunk.nbytes
-        self._transfer = self.links.shares.ranks.begin(self.name, "gather", sent)
-        self._work = all_gather_flat(self._gathered, chunk, self.place.group)
+        with self.staging.sending():
+            chunk, peers = self.staging.source.view(torch.uint8), self.links.shares.ranks
+            self._gather = FlatGather(chunk, self.place.group, peers, self.name)
 
     @torch.no_grad()
     def finish_gather(self) -> None:
-        if self._work is None:
+        gather, self._gather = self._gather, None
+        if gather is None:
             return
-        work, gathered, transfer = self._work, self._gathered, self._transfer
-        self._work = self._gathered = self._transfer = None
-        assert gathered is not None and transfer is not None
-        wait_for(work, transfer, self.place.group)
+        gathered = gather.wait()
         self.staging.arrived()
         chunks = gathered.view(self.dtype).view(self.place.world, -1)
         for index, member in enumerate(self.members):
             self._fill(member, self._layout().offsets[index], chunks)
         self._has_memory = True
-        transfer.arrived()
+        gather.arrived()
 
     def _fill(self, member: ShardedParam, offset: int, chunks: torch.Tensor) -> None:
         """Copies every rank's share of a member from where it begins in their chunks."""

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 from fastsync.reducer.bucket_layout import ALIGNMENT, align_up
 
-__all__ = ["ChunkLayout", "Shape", "lay_out", "whole_offsets"]
-
 
 @dataclass(frozen=True)
 class Shape:

@@ -24,11 +24,9 @@ from fastsync._torch import (
 )
 from fastsync.faults.consensus import Param
 from fastsync.fsdp.mesh import Place
-from fastsync.fsdp.registrations import unnoticed
 from fastsync.fsdp.shard_layout import Shape
 from fastsync.reducer import core
-
-__all__ = ["OWNER", "Home", "ShardedParam", "find_homes"]
+from fastsync.reducer.registrations import unnoticed
 
 # Attribute of a parameter that shards have replaced: its unit and member, for modules outside that
 # are tied to it and for optimizers that still hold it.
@@ -291,10 +289,7 @@ class ShardedParam:
         if found is None or isinstance(found, DTensor):
             self.sharded.grad = None if found is None else _like(found, self.local)
             return
-        each, dim = self.shape.count(0, self.place.world), self.shape.dim
-        begin = min(each * self.place.rank, self.shape.sizes[dim])
-        count = self.shape.count(self.place.rank, self.place.world)
-        self.set_gradient(found.detach().narrow(dim, begin, count).to(self.local, copy=True))
+        self.set_gradient(self.share_of(found.detach()).to(self.local, copy=True))
 
     def freeze_alike(self) -> None:
         """Make share and whole require a gradient alike: a script may freeze or unfreeze either."""

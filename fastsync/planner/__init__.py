@@ -5,6 +5,6 @@
 A model is traced once, on tensors without memory (trace.py): operations, allocations, and when each
 gradient is ready. Everything else is arithmetic on that record. memory.py replays its allocations
 with the engine's real buckets, for each stage of ZeRO. step_time.py replays its operations against
-the buckets' collectives, whose costs hardware.py models. advice.py compares strategies, and plan.py
-shows them. Nothing here is imported by `import fastsync`.
+the buckets' collectives, whose costs hardware.py models. plan.py compares and shows
+strategies. Nothing here is imported by `import fastsync`.
 """

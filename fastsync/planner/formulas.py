@@ -16,8 +16,6 @@ import torch
 
 from fastsync.planner.record import Allocations, Mark, Record, TracedParam
 
-__all__ = ["adam_by_formula", "transformer_of"]
-
 _WIDTH_PER_LAYER = 102
 _PER_LAYER = 4  # parameters of a layer: attention in and out, and the two of the feed-forward layer
 _KEPT_PER_TOKEN = 34

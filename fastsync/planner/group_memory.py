@@ -28,8 +28,6 @@ from fastsync.planner.record import ROOT, Mark, Record, TracedParam
 from fastsync.planner.strategy import Carrier, Strategy, codes_of
 from fastsync.reducer.bucket_layout import align_up
 
-__all__ = ["UnitSizes", "Units", "share_of", "unit_sizes"]
-
 _DIRECT_BYTES = 128 << 10  # a share of so many is one message (fastsync/fsdp/dtype_shard.py)
 _GRAIN = 16 << 10  # bytes, of which packets are multiples
 _LAST_UNITS = 3  # of a backward: what the pool keeps is freed there (fastsync/fsdp/context.py)

@@ -21,17 +21,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = [
-    "DEVICES",
-    "Cluster",
-    "Device",
-    "Link",
-    "collective_seconds",
-    "device_named",
-    "links_of",
-    "sent_bytes",
-]
-
 _TERA = 1e12
 _US = 1e-6
 # Microseconds by protocol (LL, LL128, Simple), and the share of the rate that it carries.

@@ -33,8 +33,6 @@ from fastsync.reducer.bucket_layout import ALIGNMENT, align_up
 from fastsync.reducer.buckets import BucketPlan, PlannedBucket
 from fastsync.wire.formats import Format
 
-__all__ = ["ITEMS", "Memory", "OptimizerTrace", "peak_of", "phases_of"]
-
 ITEMS = (
     *("parameters", "gradients", "optimizer state", "master weights"),
     *("communication buffers", "activations", "optimizer workspace", "framework"),

@@ -6,22 +6,6 @@ import re
 
 import torch
 
-__all__ = [
-    "DTYPES",
-    "count",
-    "dtype",
-    "gigabytes",
-    "millions",
-    "nbytes",
-    "rate",
-    "ratio",
-    "seconds",
-    "shape",
-    "shown_seconds",
-    "whole",
-    "worlds",
-]
-
 _NUMBER = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ/]*)\s*")
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _BYTES = {

@@ -14,8 +14,6 @@ import torch
 
 from fastsync.reducer.buckets import ParamSpec
 
-__all__ = ["ROOT", "Allocations", "Mark", "Record", "TracedParam"]
-
 ROOT = 0  # number of the unit of what no other unit has
 
 

@@ -1,23 +1,196 @@
-"""A training as it was asked for, and every strategy for it: memory and time of each."""
+"""A training as it was asked for, and every strategy for it: memory and time of each.
+
+[Note: batches between traces]
+What a trace notes of a batch grows with it along a line, mark by mark, as long as the model does
+the same things: so two traces tell what one of any other batch would note. Their peaks do not grow
+along a line, since another moment of the step may become the largest. So the search replays records
+on the line through two traces, which is quick, and traces the batch that it has found. If that
+shows what was expected, the answer stands; else the search goes on with the new trace and the one
+before it. A model that does other things with other batches is traced at every step of the search.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from fastsync.config.sync_modes import SyncMode
+from fastsync.config.sync_modes import DiLoCo, SyncMode
 from fastsync.config.topology import Network
-from fastsync.planner.batches import Traces, largest_batch
 from fastsync.planner.hardware import Cluster, Device, collective_seconds, sent_bytes
 from fastsync.planner.memory import Memory, OptimizerTrace, peak_of, phases_of
 from fastsync.planner.record import Record
 from fastsync.planner.step_time import Compute, StepTime, from_record, job_of, simulate
 from fastsync.planner.strategy import KINDS, Carrier, Strategy, Unit, engine_plan, named
+from fastsync.reducer.bucket_layout import slot_layout
 from fastsync.reducer.buckets import BucketPlan
-from fastsync.sync.costs import StepCost, step_cost
+from fastsync.sync.schedule import Schedule
 
-__all__ = ["Candidate", "Scenario", "cached_optimizer"]
+_MOST = 1 << 20  # samples
+_TRACES = 12  # that one search makes at most to see whether an answer is right
+_SAME = 1e-9  # of a peak, that rounding may take or add
+_BEYOND = 2  # times as far as traces lie on one line, it is taken to go on
+# Steps that differ by less are alike: plans are not exact to it.
+_ALIKE = 0.03
+
+
+@dataclass
+class _Traces:
+    """Records of a model by samples, each traced once.
+
+    Attributes:
+        trace: makes one.
+        sure: samples up to which three traces have been seen to lie on one line.
+    """
+
+    trace: Callable[[int], Record]
+    made: dict[int, Record] = field(default_factory=dict)
+    sure: int = 0
+
+    def record(self, samples: int) -> Record:
+        """Return the trace with so many samples."""
+        if samples not in self.made:
+            self.made[samples] = self.trace(samples)
+        return self.made[samples]
+
+    def expected(self, pair: tuple[int, int], samples: int) -> Record:
+        """Return that record by the line through a pair of traces, or a trace if they differ."""
+        if samples in self.made:
+            return self.made[samples]
+        one, other = (self.record(each) for each in pair)
+        return _between(one, other, samples) or self.record(samples)
+
+
+def _between(one: Record, other: Record, samples: int) -> Record | None:
+    """Return the record of another batch on the line through two.
+
+    None: they differ in more than sizes.
+    """
+    if len(one.marks) != len(other.marks) or one.params != other.params:
+        return None
+    part = (samples - one.samples) / (other.samples - one.samples)
+    marks = []
+    for a, b in zip(one.marks, other.marks, strict=True):
+        if a.kind != b.kind or a.place != b.place:
+            return None
+        if a is not b and a != b:
+            size, work = a.size + part * (b.size - a.size), a.work + part * (b.work - a.work)
+            a = a._replace(size=max(size, 0.0), work=max(work, 0.0))
+        marks.append(a)
+    inputs = round(one.inputs + part * (other.inputs - one.inputs))
+    return replace(one, samples=samples, inputs=inputs, marks=tuple(marks))
+
+
+def _largest_batch(
+    peak: Callable[[Record], float], traces: _Traces, limit: float, start: int
+) -> int:
+    """Return the most samples with a peak of at most `limit` bytes; 0: one is too much.
+
+    Where traces never lie on a line, the largest traced one that fits.
+
+    Args:
+        start: samples to begin with; it and twice as many are traced.
+    """
+    pair = (start, 2 * start)
+    for _ in range(_TRACES):
+        found = _searched(peak, traces, pair, limit)
+        guess = max(found, 1)
+        if guess in traces.made or guess <= traces.sure:
+            return found
+        expected = peak(traces.expected(pair, guess))
+        if math.isclose(expected, peak(traces.record(guess)), rel_tol=_SAME):
+            traces.sure = _BEYOND * guess
+            return found
+        pair = (pair[1], guess)
+    return max((n for n, record in traces.made.items() if peak(record) <= limit), default=0)
+
+
+def _searched(
+    peak: Callable[[Record], float], traces: _Traces, pair: tuple[int, int], limit: float
+) -> int:
+    """Return the most samples that fit, by the records that a pair of traces lets expect."""
+    fits, fails, peaks, wanted = 0, 0, dict[int, float](), pair[0]
+    while wanted:
+        peaks[wanted] = peak(traces.expected(pair, wanted))
+        if peaks[wanted] <= limit:
+            fits = wanted
+        else:
+            fails = wanted
+        wanted = _next(peaks, limit, fits, fails)
+    return fits
+
+
+def _next(peaks: dict[int, float], limit: float, fits: int, fails: int) -> int:
+    """Return the batch to look at next; 0: the answer is known.
+
+    Args:
+        fits: most samples that are known to fit, or 0; `fails`: fewest that are known not to.
+    """
+    if not fails:
+        return 0 if fits >= _MOST else min(_MOST, 8 * fits)
+    if fails - fits == 1:
+        return 0
+    guess = (fits + fails) // 2
+    if fits and len(peaks) % 2:  # every other time along the line through both
+        part = (limit - peaks[fits]) / (peaks[fails] - peaks[fits])
+        guess = fits + int(part * (fails - fits))
+    return min(max(guess, fits + 1), fails - 1)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """A step, on average over a round.
+
+    Attributes:
+        mean: seconds of it.
+        exposed: those of them that it waits.
+        sent: bytes that leave a rank.
+    """
+
+    mean: float
+    exposed: float
+    sent: float
+
+
+def step_cost(
+    mode: SyncMode,
+    numels: Sequence[int],
+    world: int,
+    alone: float,
+    collective: Callable[[str, float], tuple[float, float]],
+) -> StepCost:
+    """Return the cost of a step of `world` ranks.
+
+    Args:
+        numels: sizes of the parameters.
+        alone: seconds of a step that sends nothing.
+        collective: seconds of an "all_reduce" or "all_gather", and bytes that leave a rank; by the
+            bytes of the whole: what is summed, or what all ranks have after it.
+    """
+    schedule = Schedule.of(mode)
+    codec = mode.codec if isinstance(mode, DiLoCo) else None
+    if codec is None:
+        kind, nbytes = "all_reduce", 4 * sum(numels)
+    else:
+        whole = getattr(codec, "whole", False)
+        numel = sum(numels) if whole else slot_layout(numels, codec.block).numel
+        kind, nbytes = "all_gather", world * codec.coded_bytes(numel)
+    seconds, sent = collective(kind, nbytes / schedule.fragments)
+    per_step = schedule.fragments / schedule.every
+    exposed = per_step * max(0.0, seconds - schedule.overlap * alone)
+    if schedule.overlap:  # what is sent in a step has to travel in one
+        exposed = max(exposed, per_step * seconds - alone)
+    return StepCost(alone + exposed, exposed, per_step * sent)
+
+
+def choose(steps: Mapping[SyncMode | None, StepCost]) -> SyncMode | None:
+    """Return the mode to take, of those that are as fast as the fastest: the one that averages most
+    often, and most exactly. None averages at every step.
+    """
+    fastest = min(cost.mean for cost in steps.values())
+    alike = [mode for mode, cost in steps.items() if cost.mean < (1 + _ALIKE) * fastest]
+    return min(alike, key=lambda mode: (mode.every if mode else 0, -steps[mode].sent))
 
 
 @dataclass(frozen=True)
@@ -25,7 +198,7 @@ class Candidate:
     """A strategy with what it needs.
 
     Attributes:
-        largest_batch: the most samples per rank that fit, see batches.py; 0: one is too much.
+        largest_batch: the most samples per rank that fit, see the note above; 0: one is too much.
         samples: that all ranks process in a step.
     """
 
@@ -67,11 +240,11 @@ class Scenario:
     jitter: float = 0.0
     measured: Compute | None = None
     modes: Sequence[SyncMode] = ()
-    _traces: dict[bool, Traces] = field(default_factory=dict, compare=False)
+    _traces: dict[bool, _Traces] = field(default_factory=dict, compare=False)
 
-    def _traced(self, checkpointing: bool) -> Traces:
+    def _traced(self, checkpointing: bool) -> _Traces:
         if checkpointing not in self._traces:
-            made = Traces(lambda samples: self.trace(samples, checkpointing))
+            made = _Traces(lambda samples: self.trace(samples, checkpointing))
             self._traces[checkpointing] = made
         return self._traces[checkpointing]
 
@@ -165,7 +338,7 @@ class Scenario:
             return self._peak(strategy, record).total
 
         traces = self._traced(strategy.checkpointing)
-        return largest_batch(peak, traces, self.device.memory, self.samples)
+        return _largest_batch(peak, traces, self.device.memory, self.samples)
 
 
 def cached_optimizer(trace: OptimizerTrace) -> OptimizerTrace:

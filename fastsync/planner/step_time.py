@@ -32,8 +32,6 @@ from fastsync.planner.record import ROOT, Record
 from fastsync.planner.strategy import Strategy, coded_units
 from fastsync.reducer.buckets import BucketPlan, PlannedBucket
 
-__all__ = ["Compute", "Job", "StepTime", "UnitCost", "from_record", "job_of", "simulate"]
-
 _DRAWS = 25  # quantiles
 # Passes of coding over gradients in memory. Where every rank gets the averages: encode, sum,
 # encode, decode; where their owners alone do: encode, sum.

@@ -26,18 +26,6 @@ from fastsync.reducer.buckets import (
 from fastsync.wire.formats import Wire, make_codec
 from fastsync.zero.partition import element_regions
 
-__all__ = [
-    "KINDS",
-    "Carrier",
-    "Strategy",
-    "Unit",
-    "coded_units",
-    "codes_of",
-    "engine_plan",
-    "named",
-    "shard_units",
-]
-
 KINDS = ("0", "1", "2", "3", "hsdp")
 
 

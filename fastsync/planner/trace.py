@@ -28,24 +28,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from fastsync._torch import is_dtensor
-from fastsync._torch.tracing import (
-    FakeTensorMode,
-    TorchDispatchMode,
-    tree_leaves,
-    tree_map_only,
-)
+from fastsync._torch import is_dtensor, tree_map_only
+from fastsync._torch.tracing import FakeTensorMode, TorchDispatchMode, tree_leaves
 from fastsync.fsdp.group_choice import choose_units
 from fastsync.planner.record import ROOT, Allocations, Mark, Record, TracedParam
-
-__all__ = [
-    "Loss",
-    "TraceError",
-    "find_blocks",
-    "trace_model",
-    "trace_optimizer",
-    "units_of",
-]
 
 Loss = Callable[[object, torch.Tensor], torch.Tensor]
 _WIDE = torch.float32.itemsize

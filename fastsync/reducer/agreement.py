@@ -14,8 +14,6 @@ from fastsync._torch import talks_by_gloo
 from fastsync.config.topology import Network
 from fastsync.reducer.monitor import watched
 
-__all__ = ["PlanFacts", "agree_on_plan"]
-
 _PROBES = 3
 _VOTE = "the vote on a plan"
 

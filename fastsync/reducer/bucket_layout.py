@@ -16,22 +16,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "ALIGNMENT",
-    "FlatLayout",
-    "PayloadLayout",
-    "RegionLayout",
-    "RegionPart",
-    "align_up",
-    "dense_layout",
-    "flat_layout",
-    "outline_regions",
-    "payload_layout",
-    "region_layout",
-    "region_payload",
-    "slot_layout",
-]
-
 # Elements. 16 bytes hold 16 elements of the narrowest wire format, one byte each.
 ALIGNMENT = 16
 

@@ -27,20 +27,6 @@ from fastsync.reducer.bucket_layout import (
 )
 from fastsync.wire.formats import FORMATS, AnyCodec, CodecLike, Format, Wire, native_dtype
 
-__all__ = [
-    "BucketPlan",
-    "CodedPlan",
-    "ParamSpec",
-    "PlannedBucket",
-    "ShardSlot",
-    "coded_regions",
-    "feeds_back",
-    "make_plan",
-    "regions_codec",
-    "settled_order",
-    "travels_coded",
-]
-
 _FP32 = FORMATS["fp32"]
 
 

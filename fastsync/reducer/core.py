@@ -1,13 +1,13 @@
 """The one caller of the C++ extension: typed access to it, and plans turned into its specs.
 
-`fastsync/_C.pyi` says what the extension holds. `bucket_spec` turns a planned bucket into what the
-reducer takes.
+What `fastsync/_C.pyi` says of the extension is an attribute of this module, too, which loads the
+extension. `bucket_spec` turns a planned bucket into what the reducer takes.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from fastsync._build.recipe import BuildError
 from fastsync._torch import backend_name, resolvable_name
 from fastsync.config.policy import SyncPolicy
 from fastsync.faults.node_links import Nodes
-from fastsync.faults.sync_fault import SyncFault
 from fastsync.reducer.buckets import CodedPlan, PlannedBucket
 from fastsync.wire.formats import Format, TopK, Wire
 from fastsync.wire.plugins import PluginCodec
@@ -45,6 +44,13 @@ if TYPE_CHECKING:
     from fastsync._C import UnitName as UnitName
     from fastsync._C import UnitPeers as UnitPeers
     from fastsync._C import WatchedGradient as WatchedGradient
+    from fastsync._C import all_finite as all_finite
+    from fastsync._C import decode as decode
+    from fastsync._C import device_problem as device_problem
+    from fastsync._C import digests as digests
+    from fastsync._C import encode as encode
+    from fastsync._C import process_has_ended as process_has_ended
+    from fastsync._C import square_sums as square_sums
 else:
 
     class _Extension:
@@ -55,42 +61,14 @@ else:
 
     _C = _Extension()
 
-__all__ = [
-    "MemoryAddress",
-    "Sender",
-    "all_finite",
-    "bucket_spec",
-    "check_backend",
-    "coded_spec",
-    "decode",
-    "device_problem",
-    "digests",
-    "encode",
-    "load",
-    "make_collective",
-    "make_memory",
-    "make_precision",
-    "make_reducer",
-    "make_sharded_gradients",
-    "make_timeline",
-    "make_unit",
-    "make_unit_gradients",
-    "make_unit_layout",
-    "make_unit_links",
-    "make_unit_log",
-    "make_unit_name",
-    "make_unit_peers",
-    "make_watch",
-    "make_words",
-    "process_has_ended",
-    "square_sums",
-]
+    def __getattr__(name):
+        if name.startswith("_"):  # Python itself asks for such names
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(_C, name)
 
 
 # Where other processes find a rank's memory.
 MemoryAddress = tuple[int, int, int, int]
-# A format's name, and the elements of what it codes.
-CodePlan = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -122,20 +100,8 @@ def load(devices: Iterable[torch.device] = ()) -> None:
     """
     extension.load()
     for device in devices:
-        if problem := device_problem(device):
+        if problem := _C.device_problem(str(device)):
             raise BuildError(f"fastsync: {problem}")
-
-
-def device_problem(device: torch.device) -> str:
-    """Return why the kernels cannot run on `device`, with the remedy; empty where they can."""
-    return _C.device_problem(str(device))
-
-
-def make_precision(params: Sequence[torch.Tensor], compute: torch.dtype) -> Precision:
-    """Return an object that exchanges `params` for copies of dtype `compute`
-    while a forward runs.
-    """
-    return _C.Precision(params, compute)
 
 
 def make_reducer(
@@ -163,207 +129,6 @@ def make_reducer(
         precision=precision,
         leaves=leaves,
     )
-
-
-def square_sums(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """The sum of the squares of each tensor's elements, on a CPU.
-
-    In fp64, and the same on every rank that has the same elements, however many threads it has.
-    """
-    return _C.square_sums(tensors)
-
-
-def all_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Return which tensors hold neither NaN nor infinity; the host waits for the answer."""
-    return _C.all_finite(tensors)
-
-
-def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return 64 bits of each dense tensor that differ where its elements differ, bit for bit.
-
-    Equal on all ranks that have the same elements, however these lie in memory.
-    """
-    return _C.digests(tensors)
-
-
-def encode(
-    tensors: Sequence[torch.Tensor], offsets: Sequence[int], payload: torch.Tensor, plan: CodePlan
-) -> None:
-    """Write the code of tensors to `payload`, each element rounded to the nearest.
-
-    Args:
-        tensors: of fp32 or 16 bits, dense.
-        offsets: where each begins among the elements of the plan, at a multiple of the block.
-        payload: uint8, as many as the plan's elements take, up to a multiple of 16.
-        plan: the format's name, and how many elements, a multiple of the block.
-    """
-    _C.encode(tensors, offsets, payload, plan, 1.0)
-
-
-def decode(
-    tensors: Sequence[torch.Tensor], offsets: Sequence[int], payload: torch.Tensor, plan: CodePlan
-) -> None:
-    """Write to tensors what `payload` stands for; see `encode`. Every rank gets the same bits."""
-    _C.decode(tensors, offsets, payload, plan)
-
-
-def make_memory(size: int) -> SharedMemory:
-    """Memory of this rank that others can map, of `size` bytes at most.
-
-    Raises:
-        RuntimeError: the system has none.
-    """
-    return _C.SharedMemory(size)
-
-
-def make_collective(memory: SharedMemory, channel: int) -> SharedCollective:
-    """Return synchronous collectives of the ranks that share `memory`.
-
-    Args:
-        channel: 0 or 1; no other user of the memory has the same.
-    """
-    return _C.SharedCollective(memory, channel)
-
-
-def make_words(memory: SharedMemory, timeout: float) -> SharedStatements:
-    """Return a barrier of the ranks that share `memory`, at which they also exchange a number.
-
-    Make one for each memory.
-
-    Args:
-        timeout: seconds that a rank waits for the others.
-    """
-    return _C.SharedStatements(memory, 2, timeout)
-
-
-def make_sharded_gradients(
-    shard: torch.Tensor,
-    params: Sequence[torch.Tensor],
-    proxies: list[torch.Tensor],
-    release: Callable[[int], None],
-) -> ShardedGradients:
-    """Return the part of a unit's gradients that one rank keeps.
-
-    Args:
-        shard: memory of its averages, one-dimensional.
-        params: its members.
-        proxies: tensors that become `param.grad`, by member. The list is read at every use, so a
-            proxy that is replaced in it is replaced in the result, too.
-        release: called with a member's position when its proxy is still referenced and its values
-            are about to be overwritten.
-    """
-    return _C.ShardedGradients(shard, params, proxies, release)
-
-
-def make_timeline(capacity: int, device: torch.device) -> Timeline:
-    """A ring of `capacity` marks, of buckets on `device`.
-
-    Raises:
-        ValueError: there is no room for a mark.
-    """
-    return _C.Timeline(capacity, str(device))
-
-
-def make_unit_links(group: dist.ProcessGroup, memory: SharedMemory | None, mark: int) -> UnitLinks:
-    """Return what units whose shares lie on the ranks of `group` have in common. Collective with
-    `memory`.
-
-    Args:
-        memory: memory that these ranks share, for their messages alone.
-        mark: bytes that their pool keeps to, unless one unit alone needs more.
-    """
-    return _C.UnitLinks(resolvable_name(group), memory, mark)
-
-
-def make_unit_log() -> UnitLog:
-    """Return a log of the units of one model, step by step."""
-    return _C.UnitLog()
-
-
-def make_unit_peers(rank: int) -> UnitPeers:
-    """Return an object that counts and watches collectives that Python starts.
-
-    Args:
-    """
-    return _C.UnitPeers(rank)
-
-
-def make_unit_name(number: int, words: str, parameters: Sequence[str]) -> UnitName:
-    """Return the name of a unit in messages and timelines.
-
-    Args:
-        number: its position among the units of the model.
-        words: the unit, as an error names it.
-        parameters: names of the unit's parameters.
-    """
-    return _C.UnitName(number, words, parameters)
-
-
-def make_unit(
-    links: UnitLinks,
-    members: Sequence[tuple[Sequence[int], int, int]],
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    device: torch.device,
-    tag: int,
-) -> Unit:
-    """Parameters that come and go together.
-
-    Args:
-        members: sizes, the dimension that is cut, and the first element among all whole members.
-        dtypes: in which shares are stored, whole members compute, and gradients are reduced.
-        tag: even, and no other unit's.
-    """
-    return _C.Unit(links, members, dtypes, str(device), tag)
-
-
-def make_unit_gradients(unannounced: Callable[[], None]) -> UnitGradients:
-    """Return what watches the gradients of unsharded parameters.
-
-    Args:
-        unannounced: called in a backward that comes to such a parameter unannounced, before the
-            gradient is accumulated.
-    """
-    return _C.UnitGradients(unannounced)
-
-
-def make_unit_layout(
-    places: Sequence[tuple[int, int, bool]],
-    chunk: int,
-    packed: int,
-    flags: int,
-    codes: CodedSpec | None = None,
-) -> UnitLayout:
-    """Return the layout of shares: member, first element, and whether it travels by itself.
-
-    Args:
-        codes: codes that a chunk travels as; None: raw elements.
-    """
-    return _C.UnitLayout(places, chunk, packed, flags, codes)
-
-
-def process_has_ended(process: int) -> bool:
-    """Return whether a process of this machine has ended, or is about to."""
-    return _C.process_has_ended(process)
-
-
-def make_watch(
-    host: str, warn_after: float, lost_after: float, stack_file: int, stack_signal: int
-) -> FaultWatch:
-    """Return a fault watch, which tells the other ranks of this one's end and learns of theirs.
-
-    It listens on construction.
-
-    Args:
-        host: address of this machine to listen on.
-        warn_after: seconds after which a rank that waits warns of the others.
-        lost_after: seconds after which a machine that acknowledges nothing is lost.
-        stack_file: file to which a handler of `stack_signal` writes the Python stack of its thread;
-            -1: there is none.
-
-    Raises:
-        RuntimeError: it cannot listen there.
-    """
-    return _C.FaultWatch(host, warn_after, lost_after, stack_file, stack_signal, SyncFault)
 
 
 def check_backend(group: dist.ProcessGroup, device: torch.device, wire: Wire) -> None:

@@ -6,11 +6,11 @@ runs alone. `Engine` owns the reducer; FastDDP owns the engine.
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -41,11 +41,25 @@ from fastsync.reducer.mean_weights import MeanWeights
 from fastsync.reducer.monitor import make_rendezvous, open_watch, watch_of
 from fastsync.reducer.routes import Routes
 from fastsync.reducer.step_timing import StepTimingWatch
-from fastsync.reducer.sync_state import Progress
 from fastsync.reducer.unused_parameters import NamedParam, UnusedParams
+from fastsync.reducer.weak_calls import weakly
 from fastsync.wire.formats import Wire
 
-__all__ = ["Engine", "NamedParam", "ShardedUnit"]
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a training, as far as its buckets and schedules depend on it.
+
+    Attributes:
+        steps: synchronised steps so far.
+        order: names of parameters, perhaps others than are trained now, in the order of the
+            buckets.
+        network: as this rank measured it, for bytes of gradients.
+    """
+
+    steps: int
+    order: Sequence[str]
+    network: Network
 
 
 class Engine:
@@ -93,7 +107,7 @@ class Engine:
         self._locals = LocalGradients(leaves) if any(map(is_dtensor, leaves)) else None
         self._tensors = tensors = leaves if self._locals is None else self._locals.tensors
         compute = policy.mixed.param
-        self.precision = None if compute is None else core.make_precision(tensors, compute)
+        self.precision = None if compute is None else core.Precision(tensors, compute)
         names = [p.name for p in params]
         self.core = core.make_reducer(tensors, leaves, names, group, policy, self.precision)
         self.core.use_watch(watch_of(group))
@@ -114,14 +128,13 @@ class Engine:
         self.plan = BucketPlan(())
         self.plans: list[BucketPlan] = []
         self.unused = UnusedParams(self._params, group, policy.warn_unused)
-        self.step_timing = StepTimingWatch(self.core, group, Env.read().straggler_warn)
+        self.step_timing = StepTimingWatch(self.core, group)
         self.on_step: Callable[[core.Reducer], None] | None = None
         self.during: Callable[[Callable[[], None]], None] = lambda task: task()
         self.weights: MeanWeights | None = None
         self._divisor = float(group.size())
         self._watch_backwards()
-        me = weakref.ref(self)
-        self.core.on_plan_due(lambda: _end_step(me))
+        self.core.on_plan_due(weakly(self._end_step))
         # Autograd reaches the last registered layers first.
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
         self._install(order)
@@ -263,26 +276,20 @@ class Engine:
         """
         device = self._params[0].tensor.device
         weights = MeanWeights(self._group, str(self._identity()), device, averages, apart)
-        me = weakref.ref(self)
-
-        def engine() -> Engine:
-            alive = me()
-            assert alive is not None, "a backward of a model that is gone"
-            return alive
-
-        def begin_backward(accumulated: bool) -> list[int]:
-            if engine().plan.buckets:
-                return weights.begin_backward(accumulated)
-            weights.drop()
-            return []
-
-        def start(backwards: int) -> None:
-            weights.start(backwards, engine()._divisor)
-            engine().core.at_end(weights.note_mean)
-
-        self._watch_backwards(begin_backward, start, weights.scale)
+        begin = partial(weakly(self._begin_weighted), weights)
+        self._watch_backwards(begin, partial(weakly(self._start_weighted), weights), weights.scale)
         self.weights = weights
         return weights
+
+    def _begin_weighted(self, weights: MeanWeights, accumulated: bool) -> list[int]:
+        if self.plan.buckets:
+            return weights.begin_backward(accumulated)
+        weights.drop()
+        return []
+
+    def _start_weighted(self, weights: MeanWeights, backwards: int) -> None:
+        weights.start(backwards, self._divisor)
+        self.core.at_end(weights.note_mean)
 
     def _watch_backwards(
         self,
@@ -291,21 +298,17 @@ class Engine:
         scale: Callable[[], float | torch.Tensor] | None = None,
     ) -> None:
         """Let the reducer call these, as `MeanWeights` says, around what DTensors need."""
-        its = self._locals
-        if its is None:
-            self.core.use_weights(begin, start, scale)
-            return
-        me = weakref.ref(self)
+        if self._locals is not None:
+            start = partial(weakly(self._start_locally), self._locals, start)
+        self.core.use_weights(begin, start, scale)
 
-        def start_locally(backwards: int) -> None:
-            alive = me()
-            assert alive is not None, "a backward of a model that is gone"
-            its.begin()
-            alive.core.at_end(its.finish)  # before what `start` has called at the end
-            if start is not None:
-                start(backwards)
-
-        self.core.use_weights(begin, start_locally, scale)
+    def _start_locally(
+        self, its: LocalGradients, start: Callable[[int], None] | None, backwards: int
+    ) -> None:
+        its.begin()
+        self.core.at_end(its.finish)  # before what `start` has called at the end
+        if start is not None:
+            start(backwards)
 
     def graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return the groups of parameters at which torch.compile splits a graph, one for each
@@ -336,7 +339,8 @@ class Engine:
         Args:
             agreed: all ranks have the same plan now.
         """
-        self._group = self.step_timing.group = group
+        self._group = group
+        self.step_timing = StepTimingWatch(self.core, group)
         if self.weights is not None:
             self.weights.divides = None
         self.weights = None
@@ -528,6 +532,11 @@ class Engine:
         self.core.forget_plans()
 
     def _end_step(self) -> None:
+        """End a step for the reducer, where a plan is due."""
+        with without_modes():  # those of the backward that has just ended
+            self.during(self._plan_after_step)
+
+    def _plan_after_step(self) -> None:
         if self._follows and self.core.stats()["steps"] == 1:
             self._install(self._order())  # the others have seen an order before
         else:
@@ -553,12 +562,3 @@ class Engine:
         agreed = agree_on_plan(mine, self._group, self._params[0].tensor.device)
         self.network = agreed.network
         return list(agreed.trained), list(agreed.order)
-
-
-def _end_step(engine: weakref.ref[Engine]) -> None:
-    """End a step for the reducer, where a plan is due; it must not keep its engine alive."""
-    alive = engine()
-    if alive is None:
-        return
-    with without_modes():  # those of the backward that has just ended
-        alive.during(alive._end_step)

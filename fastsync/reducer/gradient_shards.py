@@ -17,8 +17,6 @@ from fastsync.reducer.buckets import ShardSlot
 from fastsync.reducer.monitor import gather_watched
 from fastsync.reducer.process_groups import OwnGroups, new_cpu_group
 
-__all__ = ["GradientShards", "ShardedUnit"]
-
 
 @dataclass(frozen=True)
 class ShardedUnit:
@@ -108,7 +106,7 @@ class GradientShards:
         Args:
             timeout: seconds that a rank waits for the others.
         """
-        return None if self._memory is None else core.make_words(self._memory, timeout)
+        return None if self._memory is None else core.SharedStatements(self._memory, 2, timeout)
 
     def start_gather(self, flat: torch.Tensor, arrived: Callable[[], None]) -> None:
         """Send this rank's region of a buffer, one of equal ones, to all ranks. Collective.

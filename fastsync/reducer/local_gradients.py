@@ -17,8 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fastsync._torch import local_gradient, local_of, make_dtensor, spec_of
 
-__all__ = ["LocalGradients"]
-
 
 class LocalGradients:
     """Local tensors of parameters, with the gradients of these.

@@ -34,8 +34,6 @@ from fastsync._build.env import Env
 from fastsync.faults.consensus import RankMismatchError
 from fastsync.reducer.monitor import awaited, make_rendezvous
 
-__all__ = ["MeanWeights", "Number"]
-
 Number = float | torch.Tensor  # a tensor is 0-d, fp64, on the device of the gradients
 
 

@@ -11,8 +11,11 @@ that waits there watches for ranks that have ended, and warns of those that are 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
+import os
 import pickle
+import signal
 import threading
 import time
 import weakref
@@ -21,6 +24,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
+from ipaddress import ip_address
 from typing import Protocol, TypeVar, cast
 
 import torch
@@ -37,37 +41,18 @@ from fastsync._torch import (
 )
 from fastsync.faults.barrier import Arrivals, ExitReasons
 from fastsync.faults.exit_reasons import before_leaving
+from fastsync.faults.machines import own_address, process_space
 from fastsync.faults.rendezvous import Rendezvous, UnreachableStoreError, needing_store
 from fastsync.faults.stores import limit_silence
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.reducer import core
-from fastsync.reducer.monitor_offers import Offer, make_offer, why_not
-
-__all__ = [
-    "answer_of",
-    "awaited",
-    "come_together",
-    "expect_watch",
-    "explain_end",
-    "explained",
-    "gather_watched",
-    "is_over",
-    "lend_watch",
-    "looker",
-    "looks_out",
-    "make_rendezvous",
-    "open_watch",
-    "watch_of",
-    "watched",
-    "watched_call",
-    "wrapping",
-]
 
 T = TypeVar("T")
 Start = Callable[[], dist.Work]
 
 _log = logging.getLogger("fastsync")
 _LOOK = timedelta(milliseconds=50)  # between two looks at the others
+_NO_STACKS = (-1, 0)
 _WRAPPING = "the wrapping of the model"
 
 
@@ -77,6 +62,23 @@ class _WaitScope(Protocol):
     def look(self) -> None: ...
     def explain(self, error: str) -> None: ...
     def end(self, came: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """One rank's statement about itself, before the ranks watch each other.
+
+    Attributes:
+        address: host, port and key of its watch; None if it has none.
+        process: its process number.
+        machine: equal on ranks for which process numbers mean the same.
+        refusal: why it has no watch; empty if it has.
+    """
+
+    address: tuple[str, int, int] | None
+    process: int
+    machine: str
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -157,9 +159,9 @@ def open_watch(group: dist.ProcessGroup, obstacle: str = "") -> str:
         return ""
     with contextlib.suppress(ValueError):  # of the environment, which is an obstacle
         limit_silence(store, Env.read().lost_after)
-    watch, offer = make_offer(store, obstacle)
+    watch, offer = _make_offer(store, obstacle)
     offers = _first_offers(offer, group, store)
-    refusal = why_not(offers)
+    refusal = _why_not(offers)
     if watch is None or refusal:
         if group.rank() == 0:
             _log.info("fastsync: nobody looks out for faults: %s", refusal)
@@ -174,7 +176,53 @@ def open_watch(group: dist.ProcessGroup, obstacle: str = "") -> str:
     return ""
 
 
-def _first_offers(mine: Offer, group: dist.ProcessGroup, store: Store) -> list[Offer]:
+def _make_offer(store: Store, obstacle: str) -> tuple[core.FaultWatch | None, _Offer]:
+    """Return this rank's offer, and its watch, not yet connected to others, if it has one.
+
+    Args:
+        obstacle: why it will not wrap a model; empty if it will.
+    """
+    process, machine = os.getpid(), process_space()
+    if obstacle:
+        return None, _Offer(None, process, machine, obstacle)
+    env = Env.read()
+    if not env.watch:
+        return None, _Offer(None, process, machine, "FASTSYNC_WATCH is 0")
+    try:
+        in_main = threading.current_thread() is threading.main_thread()
+        stacks = _stacks_of_main_thread() if in_main else _NO_STACKS
+        times = (env.stall_warn, env.lost_after)
+        watch = core.FaultWatch(own_address(store), *times, *stacks, SyncFault)
+    except (OSError, RuntimeError) as error:
+        return None, _Offer(None, process, machine, str(error))
+    return watch, _Offer(watch.address(), process, machine)
+
+
+@cache
+def _stacks_of_main_thread() -> tuple[int, int]:
+    """Return the file and the number of the signal with which the main thread writes its Python
+    stack, without the GIL.
+    """
+    number = signal.SIGRTMAX - 7
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        return _NO_STACKS
+    file = os.memfd_create("fastsync stacks", os.MFD_CLOEXEC)
+    faulthandler.register(number, file, all_threads=False)
+    return file, number
+
+
+def _why_not(offers: Sequence[_Offer]) -> str:
+    """Return why ranks with these offers cannot watch each other; empty where they can."""
+    for rank, offer in enumerate(offers):
+        if offer.address is None:
+            return f"on rank {rank}, {offer.refusal}"
+        alone = ip_address(offer.address[0]).is_loopback
+        if alone and any(other.machine != offer.machine for other in offers):
+            return f"rank {rank} has only found an address of its own machine, {offer.address[0]}"
+    return ""
+
+
+def _first_offers(mine: _Offer, group: dist.ProcessGroup, store: Store) -> list[_Offer]:
     """Gather every rank's offer, while only the store can tell of faults. Collective."""
     try:
         warn_after = Env.read().stall_warn
@@ -184,10 +232,10 @@ def _first_offers(mine: Offer, group: dist.ProcessGroup, store: Store) -> list[O
     looks = talks_by_gloo(group)
     try:
         with needing_store(group, _WRAPPING):
-            scope = Arrivals(store, me, warn_after, core.process_has_ended, looks)
+            scope = Arrivals(store, me, warn_after, _has_ended, looks)
     except UnreachableStoreError as error:
         # The others would say that this rank has not come, so it tells them in the group.
-        mine, lost = Offer(None, mine.process, mine.machine, str(error)), error
+        mine, lost = _Offer(None, mine.process, mine.machine, str(error)), error
     if looks:
         offers = _gather(mine, group, partial(_wait, scope))
     else:
@@ -198,6 +246,11 @@ def _first_offers(mine: Offer, group: dist.ProcessGroup, store: Store) -> list[O
     if scope is not None:
         scope.passed()
     return offers
+
+
+def _has_ended(process: int) -> bool:
+    """Return whether a process of this machine has ended; only then is there an extension."""
+    return core.process_has_ended(process)
 
 
 def explained(group: dist.ProcessGroup, label: str) -> contextlib.AbstractContextManager[None]:

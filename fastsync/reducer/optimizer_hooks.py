@@ -29,18 +29,7 @@ from torch.optim.optimizer import (
 )
 
 from fastsync._torch import InnermostHooks
-
-__all__ = [
-    "Arguments",
-    "StepWatcher",
-    "is_elementwise",
-    "known_optimizers",
-    "optimizer_proxy",
-    "params_of",
-    "plain_step",
-    "watch_steps",
-    "with_loss",
-]
+from fastsync.reducer.weak_calls import weakly
 
 # Of a call of `step`, self first.
 Arguments = tuple[Any, ...]
@@ -102,9 +91,25 @@ def watch_steps(watcher: StepWatcher) -> Callable[[], None]:
     """
     me = weakref.ref(watcher)
     inner: weakref.WeakKeyDictionary[Optimizer, InnermostHooks] = weakref.WeakKeyDictionary()
+    innermost = (
+        partial(_replaced, weakly(watcher.replace_step)),
+        _of_optimizer(weakly(watcher.end_step)),
+        weakly(watcher.within_step),
+    )
+
+    def before(optimizer: Optimizer, *_: object) -> None:
+        alive = me()
+        if alive is None:
+            return
+        alive.before_step(optimizer)
+        if alive.replaces(optimizer):
+            if optimizer not in inner:
+                inner[optimizer] = InnermostHooks(*innermost)
+            inner[optimizer].place(optimizer)
+
     hooks = (
-        register_optimizer_step_pre_hook(partial(_before_step, me, inner)),
-        register_optimizer_step_post_hook(lambda *call: _forward(me, _after_step, *call)),
+        register_optimizer_step_pre_hook(before),
+        register_optimizer_step_post_hook(_of_optimizer(weakly(watcher.after_step))),
     )
 
     # Not where the watcher ends: a garbage collection may end it inside a step, while torch goes
@@ -116,52 +121,23 @@ def watch_steps(watcher: StepWatcher) -> Callable[[], None]:
     return stop
 
 
-def _forward(watcher: weakref.ref[StepWatcher], hook: Callable[..., Any], *call: Any) -> Any:
-    alive = watcher()
-    return None if alive is None else hook(alive, *call)
+def _of_optimizer(call: Callable[[Optimizer], None]) -> Callable[..., None]:
+    """Return a hook that passes the optimizer alone."""
+    return lambda optimizer, *_: call(optimizer)
 
 
-def _before_step(
-    watcher: weakref.ref[StepWatcher],
-    inner: weakref.WeakKeyDictionary[Optimizer, InnermostHooks],
+def _replaced(
+    replace: Callable[[Optimizer, Arguments], Arguments | None],
     optimizer: Optimizer,
-    *_: object,
-) -> None:
-    alive = watcher()
-    if alive is None:
-        return
-    alive.before_step(optimizer)
-    if alive.replaces(optimizer):
-        if optimizer not in inner:
-            inner[optimizer] = InnermostHooks(
-                lambda *call: _forward(watcher, _replace_step, *call),
-                lambda *call: _forward(watcher, _end_step, *call),
-                lambda hooks: _forward(watcher, _within_step, hooks),
-            )
-        inner[optimizer].place(optimizer)
-
-
-def _replace_step(
-    watcher: StepWatcher, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+    args: Any,
+    kwargs: dict[str, Any],
 ) -> Any:
     args = tuple(args)
     if "closure" in kwargs:
         args, kwargs = (*args, kwargs["closure"]), {**kwargs}
         del kwargs["closure"]
-    changed = watcher.replace_step(optimizer, args)
+    changed = replace(optimizer, args)
     return None if changed is None else (changed, kwargs)
-
-
-def _end_step(watcher: StepWatcher, optimizer: Optimizer, *_: object) -> None:
-    watcher.end_step(optimizer)
-
-
-def _within_step(watcher: StepWatcher, hooks: Sequence[Callable[..., Any]]) -> None:
-    watcher.within_step(hooks)
-
-
-def _after_step(watcher: StepWatcher, optimizer: Optimizer, *_: object) -> None:
-    watcher.after_step(optimizer)
 
 
 def with_loss(args: Arguments) -> Arguments:

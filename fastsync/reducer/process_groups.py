@@ -52,8 +52,6 @@ from fastsync.reducer.monitor import (
 )
 from fastsync.wire.formats import Wire
 
-__all__ = ["OwnGroups", "find_parts", "make_links", "new_cpu_group", "new_group", "new_part"]
-
 _ENDS = 3.0  # seconds for the groups of wrappers that have died right before the process ends
 
 

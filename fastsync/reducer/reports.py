@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-__all__ = ["Counters", "StepReport", "UnitCounters"]
-
 
 class Counters(TypedDict):
     """Counters of `Reducer.stats()`: of this rank, since the reducer was made. See `SyncStats`."""

@@ -19,8 +19,6 @@ from fastsync.reducer.shared_memory import share_memory
 from fastsync.reducer.unused_parameters import NamedParam
 from fastsync.wire.formats import Wire
 
-__all__ = ["Routes"]
-
 
 class Routes:
     """Routes of one engine, each made when it is first needed, on all ranks alike.

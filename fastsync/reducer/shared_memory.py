@@ -18,8 +18,6 @@ from fastsync.faults.machines import network_space
 from fastsync.reducer import core
 from fastsync.reducer.monitor import gather_watched
 
-__all__ = ["offer_memory", "share_memory"]
-
 _log = logging.getLogger("fastsync")
 _PLACE = "the sharing of memory"
 # Addresses, not memory: pages come into being when buckets ask for them.
@@ -85,7 +83,7 @@ def _make_offer(
             return None, _Offer("", None, "FASTSYNC_SHM is 0")
         host = network_space()
         size = max(_ADDRESSES // group.size(), _BUFFERS * param_bytes)
-        memory = core.make_memory(size)
+        memory = core.SharedMemory(size)
     except (OSError, RuntimeError, ValueError) as error:
         return None, _Offer("", None, str(error))
     return memory, _Offer(host, memory.address())

@@ -20,8 +20,6 @@ import torch.distributed as dist
 
 from fastsync.reducer.monitor import watched_call
 
-__all__ = ["give", "populate", "receive"]
-
 _LARGE = 1 << 20  # bytes from which on a tensor travels alone
 _MESSAGE = 256 << 20  # bytes of a message at most
 _PLACE = "the handing over of the state to ranks that come back"

@@ -14,22 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
+from fastsync._build.env import Env
 from fastsync.faults.wording import name_ranks
 
 if TYPE_CHECKING:
     from fastsync.reducer.core import Reducer
-
-__all__ = [
-    "ACTIVITIES",
-    "SlowRankWarning",
-    "SlowRanks",
-    "StepTiming",
-    "StepTimingRecord",
-    "StepTimingWatch",
-    "during",
-    "remedy_for",
-    "step_timing_of",
-]
 
 _log = logging.getLogger("fastsync")
 _NS = 1e-9
@@ -180,37 +169,20 @@ class SlowRankWarning:
             slow,
             first,
             step_timing.steps,
-            remedy_for(slow.slow),
+            _REMEDIES[slow.slow],
         )
-
-
-def remedy_for(activity: str) -> str:
-    """Return where to look if a rank is slow in this activity."""
-    return _REMEDIES[activity]
 
 
 class StepTimingWatch:
     """Watch of how long one model's ranks wait for each other, and for which ranks.
 
     Args:
-        share: part of the step that slow ranks must cost for a warning.
+        group: whose ranks are compared.
     """
 
-    def __init__(self, core: Reducer, group: dist.ProcessGroup, share: float) -> None:
-        self._core, self._share = core, share
-        self.group = group
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """Process group whose ranks are compared.
-
-        Warnings about the ranks of an earlier group delay no warning about these.
-        """
-        return self._group
-
-    @group.setter
-    def group(self, group: dist.ProcessGroup) -> None:
-        self._group, self._warning = group, SlowRankWarning(self._share)
+    def __init__(self, core: Reducer, group: dist.ProcessGroup) -> None:
+        self._core, self._group = core, group
+        self._warning = SlowRankWarning(Env.read().straggler_warn)
 
     def measured(self) -> StepTiming | None:
         """Return the timing of the latest window that all ranks know; None before, and without
@@ -219,13 +191,13 @@ class StepTimingWatch:
         report = self._core.step_timing()
         if report is None:
             return None
-        return step_timing_of(report.steps, report.earliest, self.group.size())
+        return step_timing_of(report.steps, report.earliest, self._group.size())
 
     def warn(self) -> None:
         """Warn on rank 0 about slow ranks, once for each window that all
         ranks have come to know.
         """
-        if self.group.rank() == 0:
+        if self._group.rank() == 0:
             self._warning.look_at(self.measured())
 
 

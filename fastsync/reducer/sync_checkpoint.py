@@ -17,11 +17,8 @@ import torch.distributed as dist
 
 from fastsync.config.topology import Network
 from fastsync.faults import consensus
-from fastsync.reducer.engine import Engine
+from fastsync.reducer.engine import Engine, Progress
 from fastsync.reducer.monitor import watched
-from fastsync.reducer.sync_state import Progress
-
-__all__ = ["VERSION", "capture", "deal", "restore"]
 
 VERSION: Final = 3
 _KEYS: Final = (

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["Memories", "check_untied"]
-
 
 @dataclass(frozen=True)
 class _Memory:

@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from fastsync._torch import caller_level
 
-__all__ = ["NamedParam", "UnusedParams"]
-
 _NAMES_SHOWN = 10
 
 

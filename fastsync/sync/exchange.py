@@ -24,8 +24,6 @@ from fastsync.reducer.bucket_layout import align_up, dense_layout, slot_layout
 from fastsync.reducer.monitor import awaited, watched
 from fastsync.wire.formats import AnyCodec, Format
 
-__all__ = ["Codes", "Counters", "Exchange", "FlatTensors", "Note", "Parts", "Pending"]
-
 # Called with a mark, as fastsync/timeline has them, the names of the parameters, bytes that have
 # left this rank, and nanoseconds on the monotonic clock.
 Note = Callable[[str, Sequence[str], int, int], None]
@@ -313,7 +311,7 @@ class Codes:
             size = align_up(size, _FILL)
         payload = torch.zeros(size, dtype=torch.uint8, device=flat.device)
         if isinstance(self.codec, Format):
-            core.encode([flat], [0], payload, (self.codec.name, self.numel))
+            core.encode([flat], [0], payload, (self.codec.name, self.numel), 1.0)
         else:
             self.codec.encode(flat, payload)
         return payload

@@ -14,8 +14,6 @@ import torch
 from fastsync.config.sync_modes import Delayed, DiLoCo, LocalSGD, SyncMode
 from fastsync.sync.exchange import Codes, Exchange, FlatTensors, Note, Pending
 
-__all__ = ["Fragment", "FragmentState", "make_fragment"]
-
 # Tensors by parameter name, by what they are.
 FragmentState = dict[str, dict[str, torch.Tensor]]
 

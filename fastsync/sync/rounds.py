@@ -26,7 +26,6 @@ from fastsync._torch import backward_is_running, on_scaled_skips
 from fastsync.config.sync_modes import Delayed, DiLoCo, SyncMode
 from fastsync.faults.consensus import Param, RankMismatchError, Statement
 from fastsync.faults.node_links import Nodes
-from fastsync.reducer.engine import NamedParam
 from fastsync.reducer.optimizer_hooks import (
     StepWatcher,
     is_elementwise,
@@ -35,11 +34,10 @@ from fastsync.reducer.optimizer_hooks import (
     watch_steps,
 )
 from fastsync.reducer.process_groups import OwnGroups, new_group, new_part
+from fastsync.reducer.unused_parameters import NamedParam
 from fastsync.sync.exchange import Exchange, Parts
 from fastsync.sync.fragments import Fragment, FragmentState, make_fragment
 from fastsync.sync.schedule import Schedule, cut
-
-__all__ = ["Rounds", "make_rounds", "rounds_of"]
 
 State = Mapping[str, Any]
 # Update by the whole of a parameter's gradient and state; the others that `Delayed` knows, by

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from fastsync.config.sync_modes import Delayed, DiLoCo, SyncMode
 
-__all__ = ["Schedule", "cut"]
-
 
 @dataclass(frozen=True)
 class Schedule:

@@ -18,8 +18,6 @@ from fastsync.timeline.data import load
 from fastsync.timeline.page import html_page
 from fastsync.timeline.views import perfetto_trace, summary_text
 
-__all__ = ["main"]
-
 _USAGE = 2
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -25,20 +25,6 @@ from fastsync.timeline.moves import (
     moves_of,
     union,
 )
-
-__all__ = [
-    "BucketInfo",
-    "BucketTimes",
-    "Medians",
-    "RankRecord",
-    "RankStep",
-    "Run",
-    "by_step",
-    "find_slow_ranks",
-    "in_rounds",
-    "load",
-    "steps_of",
-]
 
 FORMAT = "fastsync timeline"
 VERSION = 3
@@ -409,3 +395,50 @@ def by_step(run: Run) -> dict[int, list[RankStep]]:
     per_rank = [steps_of(record.rank, record.events) for record in run.ranks]
     common = set.intersection(*(set(steps) for steps in per_rank)) if per_rank else set()
     return {number: [steps[number] for steps in per_rank] for number in sorted(common)}
+
+
+@dataclass(frozen=True)
+class UnitTiming:
+    """One unit; seconds of a step, medians over the recorded steps.
+
+    Attributes:
+        name: of its modules in the model; "root" for what belongs to the outermost one.
+        bytes: of its whole parameters.
+        gathering: in which gathers of its parameters were under way.
+        gather_exposed: of waiting for them, with nothing to compute.
+        reducing: in which its gradients were on their way.
+        reduction_exposed: of waiting for these.
+    """
+
+    name: str
+    bytes: int
+    gathering: float
+    gather_exposed: float
+    reducing: float
+    reduction_exposed: float
+
+
+def unit_timings(units: Sequence[UnitInfo], steps: Sequence[RankStep]) -> Iterator[UnitTiming]:
+    """Return the times of each unit, over at least one step."""
+    for number, info in enumerate(units):
+        moves = [[m for m in step.moves if m.unit == number] for step in steps]
+        if any(m.kind == "average" for some in moves for m in some):
+            moves = [some for some in moves if some]  # fragments travel in few steps
+        gathers = [[m for m in some if m.kind == "gather"] for some in moves]
+        gradients = [[m for m in some if m.kind != "gather"] for some in moves]
+        yield UnitTiming(
+            info.name,
+            info.bytes,
+            gathering=median(map(_under_way, gathers)),
+            gather_exposed=median(map(_waited, gathers)),
+            reducing=median(map(_under_way, gradients)),
+            reduction_exposed=median(map(_waited, gradients)),
+        )
+
+
+def _under_way(moves: Sequence[Move]) -> float:
+    return length(union((m.started, m.done) for m in moves))
+
+
+def _waited(moves: Sequence[Move]) -> float:
+    return length(union(m.exposed for m in moves))

@@ -9,19 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = [
-    "KINDS",
-    "Event",
-    "Move",
-    "Span",
-    "UnitInfo",
-    "common",
-    "length",
-    "moves_of",
-    "size_text",
-    "union",
-]
-
 Event = tuple[int, str, int, int, int]  # step, mark, bucket, unit or plan, bytes, nanoseconds
 Span = tuple[int, int]
 

@@ -13,8 +13,6 @@ from fastsync.timeline.data import RankStep, Run, by_step
 from fastsync.timeline.moves import Span, size_text
 from fastsync.timeline.views import Bar, lanes_of, step_length, summarise, summary_text
 
-__all__ = ["html_page"]
-
 _RANKS = 8  # that are shown at most
 _STYLE = """
 :root { color-scheme: light dark; font: 14px/1.45 system-ui, sans-serif; }

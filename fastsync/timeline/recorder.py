@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import base64
 import json
+import os
 import socket
 import sys
 import zlib
@@ -24,19 +25,52 @@ import torch.distributed as dist
 from fastsync._build.env import Env
 from fastsync._torch import backend_name, group_store, resolvable_name
 from fastsync.faults.clocks import ClockOffset, Mailbox, align_clocks
+from fastsync.reducer import core
 from fastsync.reducer.buckets import BucketPlan
-from fastsync.reducer.core import make_timeline
 from fastsync.timeline.data import BucketInfo, RankRecord, RankStep, Run, in_rounds, steps_of
 from fastsync.timeline.moves import Event, UnitInfo
-from fastsync.timeline.timeline_policy import TimelinePolicy
 
 if TYPE_CHECKING:
-    from fastsync.reducer.core import Timeline
     from fastsync.reducer.engine import Engine
 
-__all__ = ["RecordedModel", "Recorder", "record_steps"]
-
 _EXIT_TIMEOUT = 10.0  # seconds to wait for other ranks where this one is about to exit
+
+
+@dataclass(frozen=True)
+class TimelinePolicy:
+    """The steps that a timeline records, and where they are written.
+
+    Attributes:
+        path: the JSON file that rank 0 writes once the window is full, or at exit where training
+            ends earlier. None: written on demand only, by `write_timeline`.
+        skip: synchronised backwards before the window; the first steps are not like the others.
+        steps: synchronised backwards in the window, after which recording ends. None: never ends.
+        capacity: marks that each rank keeps, the latest ones; 5 a step, 4 a bucket, and with units
+            4 for each gather and each reduction.
+    """
+
+    path: str | None = None
+    skip: int = 3
+    steps: int | None = 20
+    capacity: int = 1 << 15
+
+    def __post_init__(self) -> None:
+        if self.skip < 0:
+            raise ValueError(f"timeline: skip must not be negative, but is {self.skip}")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"timeline: steps must be at least 1 or None, but is {self.steps}")
+        if self.capacity < 1:
+            raise ValueError(f"timeline: capacity must be at least 1, but is {self.capacity}")
+
+    @classmethod
+    def of(cls, wanted: str | os.PathLike[str] | bool | TimelinePolicy) -> TimelinePolicy | None:
+        """Return the policy for an argument: a path, True (record, write on demand), a policy, or
+        False."""
+        if isinstance(wanted, TimelinePolicy):
+            return wanted
+        if isinstance(wanted, bool):
+            return cls(steps=None) if wanted else None
+        return cls(path=os.fspath(wanted))
 
 
 @dataclass(frozen=True)
@@ -63,7 +97,7 @@ class Steps(Protocol):
     def steps(self) -> int:
         """Return the number of steps that have been made."""
 
-    def set_timeline(self, timeline: Timeline | None) -> None:
+    def set_timeline(self, timeline: core.Timeline | None) -> None:
         """Record there from now on."""
 
 
@@ -89,7 +123,7 @@ class Recorder:
         self._store = group_store(group)
         names = zlib.crc32("\n".join(model.parameters).encode())
         self._place = f"timeline/{resolvable_name(group)}/{names}"
-        self._timeline = make_timeline(policy.capacity, model.device)
+        self._timeline = core.Timeline(policy.capacity, str(model.device))
         self._rounds: deque[Event] = deque(maxlen=policy.capacity)  # marks of averages, by sync=
         self._fragments: dict[tuple[str, ...], int] = {}
         self.sizes: Mapping[str, int] = {}
@@ -228,13 +262,13 @@ class _LocalSteps:
     """Steps of optimizers, where gradients may stay local."""
 
     made: Callable[[], int]
-    core: Steps
+    inner: Steps
 
     def steps(self) -> int:
         return self.made()
 
-    def set_timeline(self, timeline: Timeline | None) -> None:
-        self.core.set_timeline(timeline)
+    def set_timeline(self, timeline: core.Timeline | None) -> None:
+        self.inner.set_timeline(timeline)
 
 
 def record_steps(
@@ -260,7 +294,7 @@ def record_steps(
     if made is None:
         engine.on_step = recorder.before_step
     else:
-        engine.on_step = lambda core: recorder.before_step(_LocalSteps(made, core))
+        engine.on_step = lambda inner: recorder.before_step(_LocalSteps(made, inner))
     return recorder
 
 

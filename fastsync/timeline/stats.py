@@ -9,11 +9,8 @@ from typing import Any
 
 from fastsync.reducer.reports import Counters, UnitCounters
 from fastsync.reducer.step_timing import SlowRanks, StepTiming
-from fastsync.timeline.data import Medians, RankStep
-from fastsync.timeline.group_rows import UnitTiming, unit_timings
+from fastsync.timeline.data import Medians, RankStep, UnitTiming, unit_timings
 from fastsync.timeline.moves import UnitInfo, size_text
-
-__all__ = ["BucketTiming", "SyncStats", "make_stats", "unit_stats"]
 
 _NS = 1e-9
 

@@ -11,19 +11,16 @@ from statistics import median
 from typing import TypeAlias
 
 from fastsync.reducer.step_timing import SlowRanks
-from fastsync.timeline.data import Medians, RankStep, Run, by_step, find_slow_ranks
-from fastsync.timeline.group_rows import UnitTiming, unit_timings
+from fastsync.timeline.data import (
+    Medians,
+    RankStep,
+    Run,
+    UnitTiming,
+    by_step,
+    find_slow_ranks,
+    unit_timings,
+)
 from fastsync.timeline.moves import KINDS, Span, length, size_text
-
-__all__ = [
-    "Bar",
-    "Summary",
-    "lanes_of",
-    "perfetto_trace",
-    "step_length",
-    "summarise",
-    "summary_text",
-]
 
 # What json.dumps takes.
 Json: TypeAlias = dict[str, object]

@@ -17,23 +17,6 @@ from typing import Final, Protocol, TypeAlias, cast
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "FORMATS",
-    "FORMS",
-    "AnyCodec",
-    "Choice",
-    "ChunkedTopK",
-    "Codec",
-    "CodecLike",
-    "Format",
-    "TopK",
-    "Wire",
-    "make_codec",
-    "native_dtype",
-    "register_codec",
-    "wire_formats",
-]
-
 
 @dataclass(frozen=True)
 class Format:

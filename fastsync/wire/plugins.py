@@ -11,8 +11,6 @@ import torch
 
 from fastsync.wire.formats import AnyCodec, Codec
 
-__all__ = ["PluginCodec", "check_device", "load_codec"]
-
 _VERSION: Final = 1
 _ENTRY: Final = "fastsync_codec_entry"
 _FORMS: Final = ("two_shot", "gather")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
 from fastsync._torch import WrapperTensor
-from fastsync.zero.rectangles import rectangles
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["Chunks"]
-
-aten = torch.ops.aten
+# Offsets and sizes: checkpoint formats name parts of arrays so.
+Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Chunks(WrapperTensor):
@@ -32,6 +30,7 @@ class Chunks(WrapperTensor):
         begin: the first of them.
     """
 
+    _handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
     part: torch.Tensor
     begin: int
     views: dict[tuple[int, ...], torch.Tensor]
@@ -44,18 +43,13 @@ class Chunks(WrapperTensor):
         return chunks
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Chunks:
-        changed = _CHANGES.get(func)
-        if changed is None:
-            raise RuntimeError(
-                f"expects torch.distributed.checkpoint to save or load the state of an optimizer, "
-                f"but got {func} on a tensor of which each rank has a part; the whole is in "
-                "optimizer.state_dict()"
-            )
-        first = args[0]
-        return cls(first, changed(first.part), first.begin)
+    def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        """Refuse what only the whole tensor could do."""
+        raise RuntimeError(
+            f"expects torch.distributed.checkpoint to save or load the state of an optimizer, "
+            f"but got {func} on a tensor of which each rank has a part; the whole is in "
+            "optimizer.state_dict()"
+        )
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """Return the write items of this rank."""
@@ -94,12 +88,15 @@ class Chunks(WrapperTensor):
         return f"Chunks(shape={tuple(self.shape)}, elements {self.begin} to {end}: {self.part})"
 
 
-# Staging for an asynchronous save makes an empty one on the CPU, and fills its attributes.
-_CHANGES: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
-    aten.clone.default: torch.clone,
-    aten.detach.default: torch.detach,
-    aten.new_empty.default: lambda part: torch.empty_like(part, device="cpu"),
-}
+@Chunks.handles("clone.default", "detach.default")
+def _apply(func: Any, chunks: Chunks, **named: Any) -> Chunks:
+    return Chunks(chunks, func(chunks.part), chunks.begin)
+
+
+@Chunks.handles("new_empty.default")
+def _new_empty(func: Any, chunks: Chunks, *_: Any, **named: Any) -> Chunks:
+    """Staging for an asynchronous save makes one on the CPU, and fills its attributes."""
+    return Chunks(chunks, torch.empty_like(chunks.part, device="cpu"), chunks.begin)
 
 
 def _views(
@@ -116,3 +113,35 @@ def _views(
         view = part[start : start + numel].view(sizes).permute(place)
         yield tuple(offsets[i] for i in place), view
         start += numel
+
+
+def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[Rectangle]:
+    """Elements [begin, end) of a contiguous array, cut into as few as its first dimensions allow.
+
+    At most 2n - 1 for n dimensions: the rest of a row, whole rows, the beginning of a row, and and
+    the same within the two rows that are not whole.
+
+    Yields:
+        offsets and sizes, in the order of the elements; none of them is empty.
+    """
+    if begin >= end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # the whole rows
+    if first > last:
+        yield from _within(shape, last, begin, end)
+        return
+    yield from _within(shape, first - 1, begin, first * row)
+    if first < last:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    yield from _within(shape, last, last * row, end)
+
+
+def _within(shape: Sequence[int], index: int, begin: int, end: int) -> Iterator[Rectangle]:
+    """Yield the rectangles of one row, `index` in the first dimension."""
+    start = index * math.prod(shape[1:])
+    for offsets, sizes in rectangles(shape[1:], begin - start, end - start):
+        yield (index, *offsets), (1, *sizes)

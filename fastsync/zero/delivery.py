@@ -12,8 +12,6 @@ import torch
 
 from fastsync.reducer.engine import Engine
 
-__all__ = ["Delivery"]
-
 
 class Delivery:
     """Delivery of what ranks step on to the other ranks of one model.

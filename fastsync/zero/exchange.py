@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fastsync._torch import WrapperTensor
 from fastsync.faults.rendezvous import Rendezvous
 from fastsync.reducer import core
 from fastsync.reducer.monitor import watched
 from fastsync.reducer.unused_parameters import NamedParam
-
-__all__ = ["Exchange"]
 
 _REMEDY = (
     "Gradients and the optimizer's state are spread over the ranks: look at them on every rank, or "
@@ -95,3 +95,33 @@ class Exchange:
             f"rank {self.group.rank()} asks for {wish}, but other ranks ask for something else. "
             f"{_REMEDY}"
         )
+
+
+class SpreadTensor(WrapperTensor):
+    """A tensor that stands for elements which are spread over the ranks."""
+
+    def whole(self) -> torch.Tensor:
+        """Return all elements. Collective, unless this rank has them."""
+        raise NotImplementedError
+
+    @classmethod
+    def is_number(cls, value: object) -> bool:
+        """Return whether an operand is the same for all elements, and known here."""
+        return not isinstance(value, torch.Tensor) or (
+            value.dim() == 0 and not isinstance(value, cls)
+        )
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}; spread over the "
+            "ranks: clone() it on every rank to see its elements)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.whole().clone()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.whole().numpy(force=force)

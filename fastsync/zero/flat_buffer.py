@@ -27,8 +27,6 @@ from fastsync.zero import parameter_codes
 from fastsync.zero.parameter_codes import Codes, holds, holds_any, rounded
 from fastsync.zero.partition import Partition, ShardLayout, Slice, cut_by_elements, cut_by_tensors
 
-__all__ = ["FlatBuffer", "Home", "Sharing", "fill_memory", "lay_out"]
-
 # Bytes of all ranks that are copied to a buffer at once.
 _CHUNK = 8 << 20
 
@@ -57,17 +55,19 @@ def lay_out(params: Sequence[torch.Tensor], shares: int, sharing: Sharing) -> Sh
     return divide([param.numel() for param in params], shares, align)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill their memory."""
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != filled:
+            return False
+        filled *= size
+    return True
+
+
 def _strides(param: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a parameter if its elements fill their memory; else contiguous ones."""
-    numel, filled = param.numel(), 1
-    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != filled:
-            return torch.empty(param.shape, device="meta").stride()
-        filled *= size
-    assert filled == numel or numel == 0
-    return param.stride()
+    return param.stride() if is_dense(param) else torch.empty(param.shape, device="meta").stride()
 
 
 def _alone(memory: torch.Tensor) -> torch.Tensor:

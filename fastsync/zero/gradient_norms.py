@@ -20,8 +20,6 @@ from fastsync.reducer import core
 from fastsync.zero.exchange import Exchange
 from fastsync.zero.gradient_proxies import ShardedGradient, ShardGroup
 
-__all__ = ["Apart", "Holders", "clip_norm"]
-
 _PLACE = "the norm of all gradients"
 _EPSILON = 1e-6  # as in torch
 _LAYOUTS = (torch.strided, torch.sparse_coo)

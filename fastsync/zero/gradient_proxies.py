@@ -24,21 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
-from fastsync._torch import WrapperTensor, map_tensors
+from fastsync._torch import tree_map_only
 from fastsync.reducer import core
-from fastsync.zero.exchange import Exchange
+from fastsync.reducer.weak_calls import weakly
+from fastsync.zero.exchange import Exchange, SpreadTensor
 from fastsync.zero.flat_buffer import FlatBuffer
-
-__all__ = [
-    "GradientShards",
-    "ShardGroup",
-    "ShardedGradient",
-    "averages",
-    "gather_foreign",
-    "is_spread",
-    "lend_gradients",
-    "make_whole",
-]
 
 
 class ShardGroup:
@@ -174,7 +164,7 @@ class Share:
         return self.whole
 
 
-class ShardedGradient(WrapperTensor):
+class ShardedGradient(SpreadTensor):
     """Tensor in `param.grad` that stands for a gradient spread over the ranks."""
 
     share: Share
@@ -186,38 +176,19 @@ class ShardedGradient(WrapperTensor):
         proxy.share = share
         return proxy
 
+    def whole(self) -> torch.Tensor:
+        return self.share.make_whole()
+
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        handler = cls._handlers.get(func)
-        result = NotImplemented if handler is None else handler(func, *args, **kwargs)
-        if result is not NotImplemented:
-            return result
-        args, kwargs = map_tensors(cls, lambda proxy: proxy.share.make_whole(), (args, kwargs))
+    def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs))
         return func(*args, **kwargs)
 
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return (
-            f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}; spread over the "
-            "ranks: clone() it on every rank to see its elements)"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.share.make_whole().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.share.make_whole().clone()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.share.make_whole().numpy(force=force)
-
     def data_ptr(self) -> int:
-        return self.share.make_whole().data_ptr()
+        return self.whole().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self.share.make_whole().untyped_storage()
+        return self.whole().untyped_storage()
 
 
 class GradientShards:
@@ -237,9 +208,8 @@ class GradientShards:
         # Made once: a view that is made while torch dispatches has a version of its own.
         self._pieces = [self.shard[start : start + numel] for start, numel, _ in self._ranges]
         self.proxies: list[torch.Tensor] = [self._proxy(i) for i in range(len(self.params))]
-        me = weakref.ref(self)
-        self.core = core.make_sharded_gradients(
-            self.shard, self.params, self.proxies, lambda index: _release(me, index)
+        self.core = core.ShardedGradients(
+            self.shard, self.params, self.proxies, weakly(self.release)
         )
 
     def version(self) -> int:
@@ -323,19 +293,7 @@ def make_whole(params: Iterable[torch.Tensor]) -> None:
             param.grad = param.grad.share.make_whole()
 
 
-def _release(shards: weakref.ref[GradientShards], index: int) -> None:
-    alive = shards()
-    if alive is not None:
-        alive.release(index)
-
-
 _on = ShardedGradient.handles
-
-
-def _is_scalar(value: object) -> bool:
-    return not isinstance(value, torch.Tensor) or (
-        value.dim() == 0 and not isinstance(value, ShardedGradient)
-    )
 
 
 def _changed(proxies: Sequence[ShardedGradient]) -> None:
@@ -394,7 +352,7 @@ def _accumulate(func: Any, proxy: Any, other: torch.Tensor, *, alpha: float = 1)
     "nan_to_num_.default",
 )
 def _elementwise(func: Any, proxy: Any, *others: Any, **named: Any) -> Any:
-    if not _averages([proxy]) or not all(map(_is_scalar, others)):
+    if not _averages([proxy]) or not all(map(ShardedGradient.is_number, others)):
         return NotImplemented
     func(proxy.share.piece, *others, **named)
     _changed([proxy])
@@ -410,7 +368,7 @@ def _elementwise(func: Any, proxy: Any, *others: Any, **named: Any) -> Any:
     "_foreach_clamp_max_.Scalar",
 )
 def _elementwise_all(func: Any, proxies: Sequence[Any], other: Any) -> Any:
-    if not _averages(proxies) or not _is_scalar(other):
+    if not _averages(proxies) or not ShardedGradient.is_number(other):
         return NotImplemented
     func([proxy.share.piece for proxy in proxies], other)
     _changed(proxies)

@@ -30,7 +30,7 @@ dies before that, they begin again with what they had.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -43,9 +43,7 @@ from fastsync.zero.flat_buffer import FlatBuffer, Sharing, lay_out
 from fastsync.zero.optimizer_state import described, held_state
 from fastsync.zero.partition import Partition, Slice
 from fastsync.zero.sharded_optimizer import ShardedOptimizer, ShardedOptimizers
-from fastsync.zero.slices import State, batches, by_param, cut_value, join
-
-__all__ = ["Neighbours", "share_again"]
+from fastsync.zero.slices import State, Whole, batches, cut_value
 
 T = TypeVar("T")
 
@@ -114,17 +112,22 @@ class _Recut:
         states: dict[Slice, State] = {}
         wholes: dict[int, State | None] = {}
         for batch in batches(space):
-            told = by_param(_gather(self._told(space, batch), self._group))
+            parts: defaultdict[int, dict[Slice, torch.Tensor]] = defaultdict(dict)
+            whole = Whole([space])
+            for told in _gather(self._told(space, batch), self._group):
+                for piece, (elements, state) in told.items():
+                    parts[piece.param][piece] = elements
+                    if state:
+                        whole.add(0, piece, state)
+            whole.copy_own()
+            joined = whole.finished()
             for index in batch:
-                parts = told.get(index, {})
-                values.append(_joined_value(space, index, parts))
-                pairs = [(piece, state) for piece, (_, state) in parts.items() if state]
-                assert len(pairs) in (0, len(parts)), "a share of a parameter has no state"
-                whole = join(space, pairs) if pairs else {}
-                wholes[index] = described(space.params[index], whole, sharing.whole)
+                param = space.params[index]
+                values.append(_joined_value(space, index, parts[index]))
+                state = joined.get(param, {})
+                wholes[index] = described(param, state, sharing.whole)
                 for piece in wanted[index]:
-                    param = space.params[index]
-                    states[piece] = {n: cut_value(space, piece, param, v) for n, v in whole.items()}
+                    states[piece] = {n: cut_value(space, piece, param, v) for n, v in state.items()}
         self._values.append(values)
         self._states.append(states)
         self._wholes.append(wholes)
@@ -168,10 +171,12 @@ def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
     return [mine] if group.size() == 1 else gather_watched(mine, group, _PLACE)
 
 
-def _joined_value(space: FlatBuffer, index: int, parts: dict[Slice, _Told]) -> torch.Tensor:
+def _joined_value(
+    space: FlatBuffer, index: int, parts: Mapping[Slice, torch.Tensor]
+) -> torch.Tensor:
     assert sum(piece.end - piece.begin for piece in parts) == space.params[index].numel()
     whole = space.full_like(index, space.params[index])
-    for piece, (elements, _) in parts.items():
+    for piece, elements in parts.items():
         space.cut(piece, whole).copy_(elements)
     return whole
 

@@ -30,8 +30,6 @@ from fastsync.zero.optimizer_state import held_state
 from fastsync.zero.sharded_optimizer import ShardedOptimizer, ShardedOptimizers
 from fastsync.zero.slices import MASTER
 
-__all__ = ["OptimizerCheckpoint"]
-
 _COMPARED = "the comparison of checkpoints"
 
 State = Mapping[str, Any]

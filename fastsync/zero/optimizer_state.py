@@ -22,17 +22,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fastsync._torch import (
-    WrapperTensor,
     is_view_of_argument,
-    map_tensors,
+    tree_map_only,
     written_arguments,
 )
-from fastsync.zero.exchange import Exchange
+from fastsync.zero.exchange import Exchange, SpreadTensor
 from fastsync.zero.flat_buffer import FlatBuffer
 from fastsync.zero.partition import Slice
 from fastsync.zero.slices import MASTER, State, cut_value
-
-__all__ = ["Slices", "StateSlice", "StateView", "described", "held_state"]
 
 
 def held_state(optimizer: Optimizer) -> MutableMapping[Any, Any]:
@@ -104,11 +101,11 @@ class Slices:
         spaces: where the parameters lie.
         exchange: collects values of all ranks.
         order: the parameters in the order of the optimizer's groups.
-        template: a weak reference to what returns the state that a first step makes of a parameter
-            of a space, without its elements; None: a step makes none.
-        siblings: a weak reference to what returns what this rank steps on of the parameters in the
-            same group.
-        writes: a weak reference to what returns a context in which the script changes values.
+        template: returns the state that a first step makes of a parameter of a space, without its
+            elements; None: a step makes none.
+        siblings: returns what this rank steps on of the parameters in the same group.
+        writes: returns a context in which the script changes values. Like the others it keeps
+            nothing alive, and returns None once the optimizer is gone.
     """
 
     def __init__(
@@ -116,9 +113,9 @@ class Slices:
         spaces: Sequence[FlatBuffer],
         exchange: Exchange,
         order: Sequence[torch.Tensor],
-        template: Callable[[], Callable[[FlatBuffer, int], State | None] | None],
-        siblings: Callable[[], Callable[[torch.Tensor], Sequence[torch.Tensor]] | None],
-        writes: Callable[[], Callable[[], AbstractContextManager[None]] | None],
+        template: Callable[[FlatBuffer, int], State | None],
+        siblings: Callable[[torch.Tensor], Sequence[torch.Tensor] | None],
+        writes: Callable[[], AbstractContextManager[None] | None],
     ) -> None:
         self.exchange, self.rank = exchange, exchange.group.rank()
         self._template, self._siblings, self._writes = template, siblings, writes
@@ -135,8 +132,7 @@ class Slices:
 
     def writing(self) -> AbstractContextManager[None]:
         """Enter once other ranks do not need the values as they are. Every rank does."""
-        writes = self._writes()
-        return nullcontext() if writes is None else writes()
+        return self._writes() or nullcontext()
 
     def note_step(self, space: FlatBuffer) -> None:
         """Note a step on the parameters of a space that have gradients."""
@@ -169,8 +165,7 @@ class Slices:
 
     def _update(self, held: Mapping[Any, Any], param: torch.Tensor, each: _Elsewhere) -> None:
         space, index = self.places[param]
-        template = self._template()
-        made = None if template is None else template(space, index)
+        made = self._template(space, index)
         each.steps, steps = 0, each.steps
         if made is None:
             return
@@ -195,8 +190,7 @@ class Slices:
         self, held: Mapping[Any, Any], param: torch.Tensor, name: str, step: object
     ) -> object:
         """Return a number that follows from settings and steps: that of another parameter."""
-        siblings = self._siblings()
-        for tensor in siblings(param) if siblings is not None else ():
+        for tensor in self._siblings(param) or ():
             state = held.get(tensor, {})
             if name in state and step is not None and state.get("step") == step:
                 value = state[name]
@@ -370,7 +364,7 @@ class _ParamState(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(value, StateSlice) and not value.is_of(self._slices, self._param):
-            value = value.collect()  # for which no rank may wait for readers
+            value = value.whole()  # for which no rank may wait for readers
         with self._slices.writing():
             self._set(name, value)
 
@@ -416,7 +410,7 @@ class _ParamState(MutableMapping[str, Any]):
         return repr(dict(self))
 
 
-class StateSlice(WrapperTensor):
+class StateSlice(SpreadTensor):
     """A value of the state of a whole parameter, of which each rank has what it owns."""
 
     _handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
@@ -447,14 +441,7 @@ class StateSlice(WrapperTensor):
         return proxy
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        handler = cls._handlers.get(func)
-        result = NotImplemented if handler is None else handler(func, *args, **kwargs)
-        if result is not NotImplemented:
-            return result
+    def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_view_of_argument(func):
             raise RuntimeError(
                 f"{func} would make a view of a value of the optimizer's state, which is spread "
@@ -463,12 +450,12 @@ class StateSlice(WrapperTensor):
             )
         wholes: dict[int, torch.Tensor] = {}
 
-        def whole(proxy: StateSlice) -> torch.Tensor:
+        def whole_of(proxy: StateSlice) -> torch.Tensor:
             if id(proxy) not in wholes:
-                wholes[id(proxy)] = proxy.collect()
+                wholes[id(proxy)] = proxy.whole()
             return wholes[id(proxy)]
 
-        full = map_tensors(cls, whole, (args, kwargs))
+        full = tree_map_only(cls, whole_of, (args, kwargs))
         result = func(*full[0], **full[1])
         for proxy in written_arguments(func, args, kwargs):
             if isinstance(proxy, StateSlice):
@@ -481,7 +468,7 @@ class StateSlice(WrapperTensor):
         form = (torch.empty(0, dtype=self.dtype, device=self.device), tuple(self.shape))
         return StateSlice(self._slices, self._param, self._name, self._parts, form)
 
-    def collect(self) -> torch.Tensor:
+    def whole(self) -> torch.Tensor:
         """Return all elements. Collective, unless they are numbers that this rank has."""
         space, _ = self._slices.places[self._param]
         for _, part in self._parts:
@@ -532,23 +519,11 @@ class StateSlice(WrapperTensor):
         """Return what this rank has of a piece of the parameter."""
         return next(part for mine, part in self._parts if mine == piece)
 
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return (
-            f"StateSlice(shape={tuple(self.shape)}, dtype={self.dtype}; spread over the ranks: "
-            "clone() it on every rank to see its elements)"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.collect().__reduce_ex__(protocol)
-
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.collect()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.collect().numpy(force=force)
+        return self.whole()
 
     def tolist(self) -> Any:
-        return self.collect().tolist()
+        return self.whole().tolist()
 
     def data_ptr(self) -> int:
         raise RuntimeError(
@@ -572,7 +547,7 @@ def _detach(func: Any, proxy: StateSlice) -> StateSlice:
     *("sqrt_.default", "pow_.Scalar"),
 )
 def _elementwise(func: Any, proxy: Any, *others: Any, **named: Any) -> Any:
-    if not isinstance(proxy, StateSlice) or not all(map(_is_number, others)):
+    if not isinstance(proxy, StateSlice) or not all(map(StateSlice.is_number, others)):
         return NotImplemented
     with proxy.writing():
         for _, part in proxy._parts:
@@ -591,7 +566,7 @@ def _elementwise(func: Any, proxy: Any, *others: Any, **named: Any) -> Any:
 )
 def _elementwise_all(func: Any, proxies: Sequence[Any], *others: Any, **named: Any) -> Any:
     spread = [proxy for proxy in proxies if isinstance(proxy, StateSlice)]
-    if len(spread) < len(proxies) or not all(map(_is_number, others)):
+    if len(spread) < len(proxies) or not all(map(StateSlice.is_number, others)):
         return NotImplemented
     with ExitStack() as stack:
         for proxy in spread:
@@ -607,9 +582,3 @@ def _copy(func: Any, proxy: Any, source: torch.Tensor, non_blocking: bool = Fals
         return NotImplemented
     proxy.write(source.expand(proxy.shape))
     return proxy
-
-
-def _is_number(value: object) -> bool:
-    return not isinstance(value, torch.Tensor) or (
-        value.dim() == 0 and not isinstance(value, StateSlice)
-    )

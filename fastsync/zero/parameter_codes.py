@@ -23,8 +23,6 @@ from fastsync.reducer.bucket_layout import align_up
 from fastsync.wire.formats import FORMATS, Format
 from fastsync.zero.partition import ShardLayout, Slice
 
-__all__ = ["ALIGNMENT", "Codes", "holds", "holds_any", "rounded"]
-
 # Elements: whole blocks of each format.
 ALIGNMENT: Final = max(FORMATS[name].block for name in PARAMETER_WIRES)
 # Bytes that a chunk's codes, and its flags, are filled up to.
@@ -40,7 +38,7 @@ def rounded(master: torch.Tensor, format: Format, like: torch.Tensor) -> torch.T
     plan = (format.name, align_up(max(1, master.numel()), format.block))
     payload = torch.empty(_payload_bytes(format, plan[1]), dtype=torch.uint8, device=master.device)
     result = torch.empty_like(like)
-    core.encode([master], [0], payload, plan)
+    core.encode([master], [0], payload, plan, 1.0)
     core.decode([result], [0], payload, plan)
     return result
 
@@ -112,7 +110,7 @@ class Codes:
         """
         payload = torch.zeros((self._ranks, self._chunk), dtype=torch.uint8, device=self._device)
         tensors, offsets = self._filled(list(masters.values()), list(masters))
-        core.encode(tensors, offsets, payload[rank, : self._flags], self._plan)
+        core.encode(tensors, offsets, payload[rank, : self._flags], self._plan, 1.0)
         payload[rank, self._flags : self._flags + len(masters)] = changed
         return payload.flatten()
 

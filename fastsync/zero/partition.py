@@ -18,15 +18,6 @@ from dataclasses import dataclass
 
 from fastsync.reducer.bucket_layout import ALIGNMENT, align_up
 
-__all__ = [
-    "Partition",
-    "ShardLayout",
-    "Slice",
-    "cut_by_elements",
-    "cut_by_tensors",
-    "element_regions",
-]
-
 
 @dataclass(frozen=True)
 class Partition:

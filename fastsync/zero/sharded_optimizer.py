@@ -23,11 +23,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from fastsync._build.env import Env
 from fastsync._torch import backward_is_running, first_state, has_views
@@ -39,12 +40,15 @@ from fastsync.reducer.monitor import gather_watched, make_rendezvous
 from fastsync.reducer.optimizer_hooks import (
     Arguments,
     StepWatcher,
+    is_elementwise,
+    known_optimizers,
     optimizer_proxy,
     params_of,
     plain_step,
     watch_steps,
     with_loss,
 )
+from fastsync.reducer.weak_calls import weakly
 from fastsync.wire.formats import FORMATS
 from fastsync.zero.delivery import Delivery
 from fastsync.zero.exchange import Exchange
@@ -57,14 +61,22 @@ from fastsync.zero.gradient_proxies import (
     make_whole,
 )
 from fastsync.zero.optimizer_state import Slices, StateView, described, held_state
-from fastsync.zero.param_kinds import Kind, bucket_numbers, by_kind
 from fastsync.zero.partition import Partition, Slice
-from fastsync.zero.slices import MASTER, NARROW, State, cut_value, of_master
+from fastsync.zero.slices import MASTER, NARROW, State, cut_value, of_master, whole_states
 from fastsync.zero.state_fetch import Others, StateShards, await_others, fetch_whole
-from fastsync.zero.step_rules import steps_by_parameter, unit_for
-from fastsync.zero.unsharded_state import whole_states
 
-__all__ = ["ShardedOptimizer", "ShardedOptimizers"]
+# Each parameter's update depends on that parameter alone, but on all of its elements.
+_TENSORWISE = ("Adafactor", "Muon", "SparseAdam")
+_BUFFER = 8 << 20  # bytes
+
+
+class _Kind(NamedTuple):
+    """Properties that parameters in one buffer share; `bucket`: None where it does not matter."""
+
+    dtype: torch.dtype
+    device: torch.device
+    whole: bool
+    bucket: int | None
 
 
 class ShardedOptimizers(StepWatcher):
@@ -99,7 +111,7 @@ class ShardedOptimizers(StepWatcher):
         ranks, doubled = tuple(range(engine.group.size())), engine.policy.elastic is not None
         self.cut = Partition(ranks, engine.group.rank(), doubled)
         self.delivery = Delivery(engine)
-        self._buckets = bucket_numbers(engine)
+        self._buckets = _bucket_numbers(engine)
         self._homes = self._make_homes()
         self.taken = 0
         self.asked: set[int] | None = None
@@ -120,7 +132,7 @@ class ShardedOptimizers(StepWatcher):
         if self.cut.doubled or self.cut.size == 1:
             return []
         trained = [p.tensor for p in self.engine.params if p.tensor.requires_grad and not p.sparse]
-        kinds = by_kind(trained, self.engine, self.unit == "tensor", self._buckets)
+        kinds = _by_kind(trained, self.engine, self.unit == "tensor", self._buckets)
         homes: list[tuple[list[torch.Tensor], Home | None]] = []
         for kind, params in kinds.items():
             sharing = self.sharing(kind.dtype, self.cut.size, kind.whole, True)
@@ -128,19 +140,16 @@ class ShardedOptimizers(StepWatcher):
             homes.append((params, None if stay else Home(params, self.cut.size, sharing)))
         return homes
 
-    def kinds_of(
-        self, params: Sequence[torch.Tensor], whole: bool
-    ) -> list[tuple[Kind, list[torch.Tensor], Home | None]]:
-        """Return the parameters that can be cut together, in which order, and where they lie.
-        Collective.
+    def make_spaces(self, params: Sequence[torch.Tensor], whole: bool) -> list[FlatBuffer]:
+        """Return the parameters that can be cut together, in order, and where they lie. Collective.
 
         The same as when the model was wrapped, for parameters that have been trained since then.
         """
         first_new = 1 + max(self._buckets.values(), default=-1)
-        later = {i: n + first_new for i, n in bucket_numbers(self.engine).items()}
+        later = {i: n + first_new for i, n in _bucket_numbers(self.engine).items()}
         buckets = {**later, **self._buckets}
-        found: list[tuple[Kind, list[torch.Tensor], Home | None]] = []
-        for kind, members in by_kind(params, self.engine, whole, buckets).items():
+        found: list[tuple[_Kind, list[torch.Tensor], Home | None]] = []
+        for kind, members in _by_kind(params, self.engine, whole, buckets).items():
             ids = set(map(id, members))
             homes = (each for each in self._homes if ids == set(map(id, each[0])))
             ordered, home = next(homes, (members, None))
@@ -148,15 +157,17 @@ class ShardedOptimizers(StepWatcher):
             if home is not None and not home.fits(lay_out(ordered, self.cut.size, sharing)):
                 home = None
             found.append((kind, ordered, home))
-        if not self._homes:
-            return found
-        # A rank may keep views, or have moved parameters, alone.
-        mine = [home is not None for *_, home in found]
-        everyones = gather_watched(mine, self.engine.group, "the sharing of an optimizer's state")
-        agreed = [all(flags) for flags in zip(*everyones, strict=True)]
-        return [
-            (*each[:2], each[2] if ok else None) for each, ok in zip(found, agreed, strict=True)
-        ]
+        agreed = [True] * len(found)
+        if self._homes:  # a rank may keep views, or have moved parameters, alone
+            place, mine = "the sharing of an optimizer's state", [h is not None for *_, h in found]
+            everyones = gather_watched(mine, self.engine.group, place)
+            agreed = [all(flags) for flags in zip(*everyones, strict=True)]
+        spaces = []
+        for (kind, ordered, home), alike in zip(found, agreed, strict=True):
+            gradients = kind.bucket is not None
+            sharing = self.sharing(kind.dtype, self.cut.size, kind.whole, gradients)
+            spaces.append(FlatBuffer(ordered, self.cut, sharing, home if alike else None))
+        return spaces
 
     def shares_steps(self, param: torch.Tensor) -> bool:
         """Return whether the ranks share the steps on a parameter: not of the model's integers,
@@ -322,18 +333,17 @@ class ShardedOptimizer:
         self._owner, self._optimizer = owner, weakref.ref(optimizer)
         owner.taken += 1
         self.number, self.steps = owner.taken, 0
-        self._unit = unit_for(optimizer, owner.unit)
+        self._unit = _unit_for(optimizer, owner.unit)
         self._full = [list(group["params"]) for group in optimizer.param_groups]
         self._proxy: Optimizer | None = None
         params = [p for group in self._full for p in group if owner.shares_steps(p)]
-        kinds = owner.kinds_of(params, self._unit == "tensor")
+        spaces = owner.make_spaces(params, self._unit == "tensor")
         self.shares, self._let_go = StateShards(optimizer), False
         self._fetched = -1  # the version that this rank has fetched since it came to a change
         self._view = StateView({})
-        self.use(owner.cut, [self._space(*found) for found in kinds])
+        self.use(owner.cut, spaces)
         self.blank = True
         self._loaded: dict[int, State] = {}  # by the id of its parameter
-        self._collected: dict[torch.Tensor, State] = {}  # of whole parameters
         self._cut_state(optimizer)
         self._hooks = (
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
@@ -359,10 +369,9 @@ class ShardedOptimizer:
         before = getattr(self, "slices", None)
         order = [param for group in self._full for param in group]
         exchange = self._owner.exchange
-        # By weak references: a cycle would keep the model until it is collected.
-        template, alike = weakref.WeakMethod(self._first_state), weakref.WeakMethod(self._alike)
-        writes = weakref.WeakMethod(self._writing)
-        self.slices = Slices(spaces, exchange, order, template, alike, writes)
+        # A cycle would keep the model until it is collected.
+        made_of_self = weakly(self._first_state), weakly(self._alike), weakly(self._writing)
+        self.slices = Slices(spaces, exchange, order, *made_of_self)
         self._view.slices = [each for each in self._view.slices if each is not before]
         self._view.slices.append(self.slices)
 
@@ -388,11 +397,6 @@ class ShardedOptimizer:
         """Return what this rank steps on of the parameters in the same group."""
         group = next(group for group in self._full if any(p is param for p in group))
         return [tensor for p in group for tensor in self._pieces.get(id(p), ())]
-
-    def _space(self, kind: Kind, params: Sequence[torch.Tensor], home: Home | None) -> FlatBuffer:
-        cut, gradients = self._owner.cut, kind.bucket is not None
-        sharing = self._owner.sharing(kind.dtype, cut.size, kind.whole, gradients)
-        return FlatBuffer(params, cut, sharing, home)
 
     def sharing(self, space: FlatBuffer, shares: int) -> Sharing:
         """Return what the ranks do with a space once it is cut into so many shares."""
@@ -425,7 +429,7 @@ class ShardedOptimizer:
         self._owner.delivery.begin()
         self.begin_change()
         *ahead, last = [[space] for space in self.spaces]
-        if not steps_by_parameter(optimizer):
+        if not _steps_by_parameter(optimizer):
             ahead, last = [], self.spaces
         tensors = {id(t) for space in last for t in space.owned.values()}
         tensors |= {id(p) for p in params_of(optimizer) if id(p) not in self._pieces}
@@ -487,7 +491,7 @@ class ShardedOptimizer:
         kept = {"param_groups": optimizer.param_groups, "state": self._view}
         optimizer.__dict__.update({**proxy.__dict__, **kept})
         self.mark_used()
-        self._end(self.spaces[-1:] if steps_by_parameter(optimizer) else self.spaces)
+        self._end(self.spaces[-1:] if _steps_by_parameter(optimizer) else self.spaces)
         self.steps += 1
         self.end_change(optimizer)
         self._owner.delivery.finish(self.number)
@@ -516,10 +520,13 @@ class ShardedOptimizer:
 
     def detach(self, optimizer: Optimizer) -> None:
         """Restore the whole state, as if the optimizer had not been taken over. Collective."""
-        self._owner.delivery.until_all(lambda: self._collect_state(optimizer))
+        whole: dict[torch.Tensor, State] = {}
+        group, state_of = self._owner.engine.group, partial(self.saved, optimizer)
+        collect = partial(whole_states, self.spaces, state_of, group)
+        self._owner.delivery.until_all(lambda: whole.update(collect()))
         self.take_state(optimizer)
         self.let_go(optimizer)
-        optimizer.state.update(self._take_collected())
+        optimizer.state.update(whole)
 
     def let_go(self, optimizer: Optimizer) -> None:
         """End any part in what the optimizer saves and loads."""
@@ -701,11 +708,73 @@ class ShardedOptimizer:
         self._come_to_change()
         self.shares.loading = True
 
-    def _take_collected(self) -> dict[torch.Tensor, State]:
-        whole, self._collected = self._collected, {}
-        return whole
 
-    def _collect_state(self, optimizer: Optimizer) -> None:
-        """Collect the state of whole parameters from all ranks. Collective."""
-        group = self._owner.engine.group
-        self._collected = whole_states(self.spaces, partial(self.saved, optimizer), group)
+def _by_kind(
+    params: Sequence[torch.Tensor], engine: Engine, whole: bool, buckets: Mapping[int, int]
+) -> dict[_Kind, list[torch.Tensor]]:
+    """Group parameters that can lie in one buffer and be cut alike, and whose gradients come
+    together.
+
+    Args:
+        params: some of the engine's.
+        whole: each has one owner. Those with sparse gradients always have.
+        buckets: see `_bucket_numbers`.
+    """
+    index_of = {id(each.tensor): index for index, each in enumerate(engine.params)}
+    kinds: dict[_Kind, list[torch.Tensor]] = {}
+    for param in params:
+        index = index_of[id(param)]
+        alone = whole or engine.params[index].sparse
+        bucket = None if alone else buckets.get(index)
+        kinds.setdefault(_Kind(param.dtype, param.device, alone, bucket), []).append(param)
+    return kinds
+
+
+def _bucket_numbers(engine: Engine) -> dict[int, int]:
+    """Return, by parameter index, the number of the bucket that its gradient travels in.
+
+    Where ranks may die, of a buffer that depends on nothing else: plans follow the number of ranks,
+    and one may take an optimizer over before a death, another after it.
+    """
+    if engine.policy.elastic is not None:
+        sizes = [param.tensor.nbytes for param in engine.params]
+        ends = enumerate(accumulate(sizes))
+        return {index: (end - sizes[index]) // _BUFFER for index, end in ends}
+    buckets = enumerate(engine.plan.buckets)
+    return {index: number for number, bucket in buckets for index in bucket.params}
+
+
+def _steps_by_parameter(optimizer: Optimizer) -> bool:
+    """Return whether it may step on its parameters in turns: each update concerns one parameter
+    alone.
+    """
+    known = is_elementwise(optimizer) or type(optimizer) in known_optimizers(_TENSORWISE)
+    return known and hasattr(type(optimizer).step, "__wrapped__")
+
+
+def _unit_for(optimizer: Optimizer, asked: str) -> str:
+    """Return the pieces that `optimizer` can step on: "element" or "tensor".
+
+    Args:
+        asked: `Zero.shard_by`; anything but "auto" is taken as the user's word.
+
+    Raises:
+        ValueError: the class is not known, or couples parameters.
+    """
+    if asked != "auto":
+        return asked
+    kind = type(optimizer)
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "zero cannot shard LBFGS, whose step takes all parameters at once; use zero=0"
+        )
+    if is_elementwise(optimizer):
+        return "element"
+    if kind in known_optimizers(_TENSORWISE):
+        return "tensor"
+    raise ValueError(
+        f"zero does not know how {kind.__module__}.{kind.__qualname__} may be sharded. Pass "
+        "zero=Zero(stage, shard_by='element') if each element's update depends on that element "
+        "alone (as in SGD and Adam), shard_by='tensor' if it depends on other elements of the "
+        "same parameter (as in LAMB, Muon and Shampoo), or zero=0 if it depends on other parameters"
+    )

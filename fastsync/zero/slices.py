@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from fastsync.reducer.monitor import gather_watched
 from fastsync.zero.flat_buffer import FlatBuffer
 from fastsync.zero.partition import Slice
 
-__all__ = [
-    "MASTER",
-    "NARROW",
-    "State",
-    "alike",
-    "batches",
-    "by_param",
-    "cut_value",
-    "join",
-    "of_master",
-    "unlike_parts",
-]
-
-T = TypeVar("T")
 State = dict[str, Any]
 # What a state calls the fp32 master of what it belongs to.
 MASTER = "master"
@@ -42,15 +30,6 @@ def batches(space: FlatBuffer) -> Iterator[range]:
             begin, elements = index, 0
         elements += param.numel()
     yield range(begin, len(space.params))
-
-
-def by_param(everyones: Iterable[Mapping[Slice, T]]) -> dict[int, dict[Slice, T]]:
-    """Return what ranks have said of their pieces, by the number of the parameter."""
-    parts: defaultdict[int, dict[Slice, T]] = defaultdict(dict)
-    for each in everyones:
-        for piece, told in each.items():
-            parts[piece.param][piece] = told
-    return parts
 
 
 def of_master(state: State | None, loaded: State | None) -> State | None:
@@ -85,45 +64,157 @@ def cut_value(space: FlatBuffer, piece: Slice, param: torch.Tensor, value: Any) 
     return (space.cut(piece, value) if value.shape == param.shape else value).clone()
 
 
-def alike(values: Sequence[Any]) -> bool:
+def is_plain(value: object) -> bool:
+    """Return whether a value is a tensor that can travel as the bytes of its memory."""
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and not (value.is_quantized or value.is_meta or value.is_conj() or value.is_neg())
+    )
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor that travels as bytes, in the order of its memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_cpu: bool
+
+    def make(self, device: torch.device) -> torch.Tensor:
+        where = torch.device("cpu") if self.is_cpu else device
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=where)
+
+
+@dataclass
+class _Joined:
+    """The state of a parameter, as far as its parts have come.
+
+    Attributes:
+        values: the state.
+        parts: whose state is there.
+        rest: by name, values that belong to no elements: one of each part.
+    """
+
+    values: State = field(default_factory=dict)
+    parts: set[Slice] = field(default_factory=set)
+    rest: dict[str, dict[Slice, Any]] = field(default_factory=dict)
+
+
+class Whole:
+    """States of whole parameters, put together from parts."""
+
+    def __init__(self, spaces: Sequence[FlatBuffer]) -> None:
+        self._spaces = spaces
+        self._joined: list[dict[int, _Joined]] = [{} for _ in spaces]
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []  # targets and values
+
+    def add(self, number: int, piece: Slice, state: State) -> list[torch.Tensor]:
+        """Take in the state of a part, or the shape of it, once more if reading it has failed.
+
+        Returns:
+            What to fill, in the order of the `Spec` in the state.
+        """
+        space, numel = self._spaces[number], piece.end - piece.begin
+        joined = self._joined[number].setdefault(piece.param, _Joined())
+        joined.parts.add(piece)
+        partial, targets = numel != space.params[piece.param].numel(), []
+        for name, value in state.items():
+            tensor = isinstance(value, Spec | torch.Tensor)
+            if partial and tensor and value.shape == (numel,):
+                if name not in joined.values:
+                    device = "cpu" if value.is_cpu else space.params[0].device
+                    like = torch.empty(0, dtype=value.dtype, device=device)
+                    joined.values[name] = space.full_like(piece.param, like)
+                part = space.cut(piece, joined.values[name])
+            else:
+                part = self._new(space, value)
+                joined.values.setdefault(name, part)
+                joined.rest.setdefault(name, {})[piece] = part
+            if isinstance(value, Spec):
+                targets.append(part)
+            elif is_plain(value) and value.is_cpu:  # other ranks send these as a `Spec`
+                self._own.append((part, value.detach()))
+            elif isinstance(value, torch.Tensor):
+                part.copy_(value.detach())
+        return targets
+
+    def copy_own(self) -> None:
+        """Copy what is here already, on the CPU, which takes as long as reading as much does."""
+        for target, value in self._own:
+            target.copy_(value)
+        self._own.clear()
+
+    @staticmethod
+    def _new(space: FlatBuffer, value: Any) -> Any:
+        """Return room for a value that belongs to one part, or a value that is no tensor."""
+        if isinstance(value, Spec):
+            return value.make(space.params[0].device)
+        return torch.empty_like(value.detach()) if isinstance(value, torch.Tensor) else value
+
+    def finished(self) -> dict[torch.Tensor, State]:
+        """Return the states once all parts are there.
+
+        Raises:
+            ValueError: parts are missing, or differ in a value that belongs to no elements.
+        """
+        found = {}
+        for space, each in zip(self._spaces, self._joined, strict=True):
+            for index in sorted(each):
+                joined, param = each[index], space.params[index]
+                if sum(part.end - part.begin for part in joined.parts) != param.numel():
+                    raise ValueError(
+                        f"the optimizer's state of a parameter of shape {tuple(param.shape)} has "
+                        "been removed on some ranks alone; change optimizer.state on every rank"
+                    )
+                for name, values in joined.rest.items():
+                    if not _alike(list(values.values())):
+                        raise ValueError(
+                            f"{name!r} in the optimizer's state differs between parts of a "
+                            "parameter that lie on different ranks, so the whole has no such "
+                            "value; wrap the model with zero=Zero(stage, shard_by='tensor')"
+                        )
+                    joined.values[name] = next(iter(values.values()))
+                found[param] = joined.values
+        return found
+
+
+def _alike(values: Sequence[Any]) -> bool:
     """Return whether values of parts of one parameter are the same."""
-    first = values[0]
+    first, *others = values
     if isinstance(first, torch.Tensor):
         return all(
             isinstance(v, torch.Tensor)
             and v.shape == first.shape
             and torch.allclose(v, first, rtol=0.0, atol=0.0, equal_nan=True)
-            for v in values
+            for v in others
         )
-    return all(type(v) is type(first) and v == first for v in values)
+    return all(type(v) is type(first) and v == first for v in others)
 
 
-def unlike_parts(name: str) -> ValueError:
-    """Return the error of a value that belongs to no elements, and in which parts differ."""
-    return ValueError(
-        f"{name!r} in the optimizer's state differs between parts of a parameter that lie on "
-        "different ranks, so the whole has no such value; wrap the model with "
-        "zero=Zero(stage, shard_by='tensor')"
-    )
+def whole_states(
+    spaces: Sequence[FlatBuffer],
+    state_of: Callable[[torch.Tensor], State],
+    group: dist.ProcessGroup,
+) -> dict[torch.Tensor, State]:
+    """Return whole states by parameter, without those that have no state. Collective.
 
-
-def join(space: FlatBuffer, parts: Sequence[tuple[Slice, State]]) -> State:
-    """Return the state of a whole parameter from that of its pieces.
-
-    Raises:
-        ValueError: a value belongs to no elements, and pieces differ in it.
+    Args:
+        state_of: what this rank has for something that it steps on.
+        group: of the ranks that share the spaces.
     """
-    joined: State = {}
-    for name, first in parts[0][1].items():
-        numel = parts[0][0].end - parts[0][0].begin
-        by_element = isinstance(first, torch.Tensor) and first.shape == (numel,)
-        if len(parts) == 1 or not by_element:
-            if len(parts) > 1 and not alike([state[name] for _, state in parts]):
-                raise unlike_parts(name)
-            joined[name] = first
-            continue
-        full = space.full_like(parts[0][0].param, first)
-        for piece, state in parts:
-            space.cut(piece, full).copy_(state[name])
-        joined[name] = full
-    return joined
+    whole = Whole(spaces)
+    for number, space in enumerate(spaces):
+        for batch in batches(space):
+            mine = {
+                piece: state
+                for piece, tensor in space.own.items()
+                if piece.param in batch and (state := state_of(tensor))
+            }
+            place = "the collection of an optimizer's state"
+            for each in gather_watched(mine, group, place):
+                for piece, state in each.items():
+                    whole.add(number, piece, state)
+            whole.copy_own()
+    return whole.finished()

@@ -30,7 +30,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -45,12 +44,10 @@ from fastsync.faults.state_server import Answer, Call, Server, open_server
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.reducer.monitor import answer_of, explain_end, looker
 from fastsync.reducer.state_transfer import populate
-from fastsync.zero.flat_buffer import FlatBuffer
+from fastsync.zero.flat_buffer import FlatBuffer, is_dense
 from fastsync.zero.optimizer_state import held_state
 from fastsync.zero.partition import Partition, Slice
-from fastsync.zero.slices import MASTER, State, alike, unlike_parts
-
-__all__ = ["Others", "StateShards", "await_others", "fetch_whole"]
+from fastsync.zero.slices import MASTER, Spec, State, Whole, is_plain
 
 _AHEAD = 256  # connections to ranks that are still to be read
 _LARGE = 1 << 16  # bytes from which on a tensor is sent by itself
@@ -190,38 +187,6 @@ class Gate:
                 self._turn.notify_all()
 
 
-@dataclass(frozen=True)
-class _Spec:
-    """A tensor that travels as bytes, in the order of its memory."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    on_cpu: bool
-
-    def make(self, device: torch.device) -> torch.Tensor:
-        where = torch.device("cpu") if self.on_cpu else device
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=where)
-
-
-def _is_plain(value: object) -> bool:
-    return (
-        type(value) is torch.Tensor
-        and value.layout is torch.strided
-        and not (value.is_quantized or value.is_meta or value.is_conj() or value.is_neg())
-    )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill their memory."""
-    filled = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != filled:
-            return False
-        filled *= size
-    return True
-
-
 def _flat(dense: torch.Tensor) -> torch.Tensor:
     """Return the memory of a dense tensor as bytes."""
     order = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
@@ -235,16 +200,16 @@ def _memory(flat: torch.Tensor) -> memoryview:
 
 
 def _packed(parts: Parts) -> tuple[bytes, list[torch.Tensor]]:
-    """Return a head that has a `_Spec` in place of each plain tensor, and these tensors."""
+    """Return a head that has a `Spec` in place of each plain tensor, and these tensors."""
     tensors: list[torch.Tensor] = []
     packed = []
     for number, piece, state in parts:
         values = dict(state)
         for name, value in state.items():
-            if _is_plain(value):
-                tensor = value.detach() if _is_dense(value) else value.detach().contiguous()
+            if is_plain(value):
+                tensor = value.detach() if is_dense(value) else value.detach().contiguous()
                 spec = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.is_cpu)
-                values[name] = _Spec(*spec)
+                values[name] = Spec(*spec)
                 tensors.append(tensor)
         packed.append((number, piece, values))
     return pickle.dumps(packed), tensors
@@ -457,7 +422,7 @@ def fetch_whole(
         RuntimeError: a rank does not have that version.
         ValueError: a value belongs to no elements, and parts of a parameter differ in it.
     """
-    whole, asked = _Whole(spaces), {"name": others.name_of(number), "stands": own.gate.stands}
+    whole, asked = Whole(spaces), {"name": others.name_of(number), "stands": own.gate.stands}
     left = deque(share for share in range(cut.size) if share not in cut.kept)
     holders: deque[_Holder] = deque()
     with ExitStack() as stack:
@@ -545,7 +510,7 @@ class _Holder:
                 if len(self._ranks) == 1:
                     raise self._fault(error) from error
 
-    def read(self, whole: _Whole) -> None:
+    def read(self, whole: Whole) -> None:
         """Read the share."""
         while self._call is not None:
             try:
@@ -600,94 +565,3 @@ def _fill(call: Call, target: torch.Tensor) -> None:
     for part in flat.split(_STAGED):
         call.fill(_memory(host[: part.numel()]))
         part.copy_(host[: part.numel()])
-
-
-@dataclass
-class _Joined:
-    """The state of a parameter, as far as its parts have come.
-
-    Attributes:
-        values: the state.
-        parts: whose state is there.
-        rest: by name, values that belong to no elements: one of each part.
-    """
-
-    values: State = field(default_factory=dict)
-    parts: set[Slice] = field(default_factory=set)
-    rest: dict[str, dict[Slice, Any]] = field(default_factory=dict)
-
-
-class _Whole:
-    """States of whole parameters, put together from parts."""
-
-    def __init__(self, spaces: Sequence[FlatBuffer]) -> None:
-        self._spaces = spaces
-        self._joined: list[dict[int, _Joined]] = [{} for _ in spaces]
-        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []  # targets and values
-
-    def add(self, number: int, piece: Slice, state: State) -> list[torch.Tensor]:
-        """Take in the state of a part, or the shape of it, once more if reading it has failed.
-
-        Returns:
-            What to fill, in the order of the `_Spec` in the state.
-        """
-        space, numel = self._spaces[number], piece.end - piece.begin
-        joined = self._joined[number].setdefault(piece.param, _Joined())
-        joined.parts.add(piece)
-        partial, targets = numel != space.params[piece.param].numel(), []
-        for name, value in state.items():
-            tensor = isinstance(value, _Spec | torch.Tensor)
-            if partial and tensor and value.shape == (numel,):
-                if name not in joined.values:
-                    joined.values[name] = space.full_like(piece.param, self._like(space, value))
-                part = space.cut(piece, joined.values[name])
-            else:
-                part = self._new(space, value)
-                joined.values.setdefault(name, part)
-                joined.rest.setdefault(name, {})[piece] = part
-            if isinstance(value, _Spec):
-                targets.append(part)
-            elif _is_plain(value) and value.is_cpu:  # other ranks send these as a `_Spec`
-                self._own.append((part, value.detach()))
-            elif isinstance(value, torch.Tensor):
-                part.copy_(value.detach())
-        return targets
-
-    def copy_own(self) -> None:
-        """Copy what this rank has on the CPU, which takes as long as reading as much does."""
-        for target, value in self._own:
-            target.copy_(value)
-
-    @staticmethod
-    def _new(space: FlatBuffer, value: Any) -> Any:
-        """Return room for a value that belongs to one part, or a value that is no tensor."""
-        if isinstance(value, _Spec):
-            return value.make(space.params[0].device)
-        return torch.empty_like(value.detach()) if isinstance(value, torch.Tensor) else value
-
-    @staticmethod
-    def _like(space: FlatBuffer, value: _Spec | torch.Tensor) -> torch.Tensor:
-        device = "cpu" if isinstance(value, _Spec) and value.on_cpu else space.params[0].device
-        return torch.empty(0, dtype=value.dtype, device=device)
-
-    def finished(self) -> dict[torch.Tensor, State]:
-        """Return the states once all parts are there.
-
-        Raises:
-            ValueError: parts differ.
-        """
-        found = {}
-        for space, each in zip(self._spaces, self._joined, strict=True):
-            for index in sorted(each):
-                joined, param = each[index], space.params[index]
-                if sum(part.end - part.begin for part in joined.parts) != param.numel():
-                    raise ValueError(
-                        f"the optimizer's state of a parameter of shape {tuple(param.shape)} has "
-                        "been removed on some ranks alone; change optimizer.state on every rank"
-                    )
-                for name, values in joined.rest.items():
-                    if len(values) > 1 and not alike(list(values.values())):
-                        raise unlike_parts(name)
-                    joined.values[name] = next(iter(values.values()))
-                found[param] = joined.values
-        return found

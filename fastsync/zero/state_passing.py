@@ -18,8 +18,6 @@ from torch.optim import Optimizer
 
 from fastsync.zero.sharded_optimizer import ShardedOptimizer, ShardedOptimizers
 
-__all__ = ["Passing", "Stateful"]
-
 
 class Stateful(Protocol):
     """An optimizer, a scheduler, a sampler: anything with a state that can be loaded."""

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import fastsync
 from fastsync.config.arguments import grouped
 from fastsync.testing import RankError, run_ranks
+from fastsync.zero.slices import whole_states
 from fastsync.zero.state_fetch import StateShards
-from fastsync.zero.unsharded_state import whole_states
 from tests.conformance.stages import STAGES, batch, check, full, loss_of, net
 
 SHARED = ["zero1", "zero1-small", "zero2"]  # the stages that spread an optimizer's state

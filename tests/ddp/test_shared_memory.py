@@ -58,12 +58,12 @@ def in_memory(wrapped):
 
 def connected(group=None, size=1 << 24, timeout=30.0):
     group = group or dist.group.WORLD
-    mine = core.make_memory(size)
+    mine = core.SharedMemory(size)
     addresses = [mine.address()] * group.size()
     dist.all_gather_object(addresses, mine.address(), group=group)
     mine.connect(addresses, group.rank(), timeout)
     dist.barrier(group)
-    return mine, core.make_collective(mine, 0)
+    return mine, core.SharedCollective(mine, 0)
 
 
 def part_of(rank, numel, dtype, seed=0):

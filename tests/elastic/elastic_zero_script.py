@@ -10,7 +10,7 @@ import torch.distributed as dist
 import fastsync
 from fastsync.config.arguments import grouped
 from fastsync.wire.formats import FORMATS
-from fastsync.zero import neighbour_copies, param_kinds, sharded_optimizer
+from fastsync.zero import neighbour_copies, sharded_optimizer
 from fastsync.zero.delivery import Delivery
 from fastsync.zero.parameter_codes import rounded
 from tests.elastic import elastic_script
@@ -163,7 +163,7 @@ def _copied(value):
 
 
 def train(rank, job, fate, seen):
-    param_kinds._BUFFER = 20_000  # so that there are several
+    sharded_optimizer._BUFFER = 20_000  # so that there are several
     net = elastic_script.Net(fate, job.width)
     if job.masters:
         net.to(torch.bfloat16)

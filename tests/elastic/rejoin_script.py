@@ -29,7 +29,7 @@ from fastsync._torch import group_store, make_group
 from fastsync.config.arguments import grouped
 from fastsync.ddp.rank_identity import ELASTIC_STORE
 from fastsync.faults.join_gate import ENDED
-from fastsync.reducer.sync_state import Progress
+from fastsync.reducer.engine import Progress
 from tests.elastic import elastic_script
 from tests.elastic.elastic_script import Fate, Net, as_taken, batch
 

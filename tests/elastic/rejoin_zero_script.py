@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from fastsync.zero import neighbour_copies, param_kinds
+from fastsync.zero import neighbour_copies, sharded_optimizer
 from tests.elastic import rejoin_script
 from tests.elastic.elastic_script import batch
 from tests.elastic.elastic_zero_script import WideSteps, digest_state, make_optimizers
@@ -86,7 +86,7 @@ class Training(rejoin_script.Training):
     make_optimizers = staticmethod(make_optimizers)
 
     def __init__(self, job, rank, attempt, file):
-        param_kinds._BUFFER = 20_000  # so that there are several
+        sharded_optimizer._BUFFER = 20_000  # so that there are several
         super().__init__(job, rank, attempt, file)
         for who, number, place in job.sharing:
             if (who, number) == (rank, attempt):

@@ -20,7 +20,7 @@ from fastsync._torch import (
     talks_by_gloo,
 )
 from fastsync.config.arguments import grouped
-from fastsync.config.elastic_policy import ElasticPolicy
+from fastsync.config.fault_policies import ElasticPolicy
 from fastsync.config.policy import SyncPolicy
 from fastsync.config.topology import Network
 from fastsync.reducer.agreement import PlanFacts, agree_on_plan

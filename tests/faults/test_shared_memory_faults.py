@@ -144,7 +144,7 @@ def no_memory():
     def make_memory(size):
         raise RuntimeError("memfd_create: Operation not permitted")
 
-    core.make_memory = make_memory
+    core.SharedMemory = make_memory
 
 
 def no_mapping():
@@ -158,8 +158,8 @@ def no_mapping():
         def connect(self, *args):
             raise RuntimeError("/proc/1/fd/3: Permission denied")
 
-    made = core.make_memory
-    core.make_memory = Strange
+    made = core.SharedMemory
+    core.SharedMemory = Strange
 
 
 def elsewhere():

@@ -29,7 +29,7 @@ def coded(codec, tensors):
     for tensor, result in zip(tensors, results, strict=True):
         numel = -(-max(1, tensor.numel()) // codec.block) * codec.block
         payload = torch.zeros(-(-codec.coded_bytes(numel) // 16) * 16, dtype=torch.uint8)
-        core.encode([tensor], [0], payload, (codec.name, numel))
+        core.encode([tensor], [0], payload, (codec.name, numel), 1.0)
         core.decode([result], [0], payload, (codec.name, numel))
     return results
 

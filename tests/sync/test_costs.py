@@ -5,7 +5,7 @@ import torch
 
 from fastsync import ChunkedTopK, Delayed, DiLoCo, FastDDP, LocalSGD, TopK
 from fastsync.planner.hardware import sent_bytes
-from fastsync.sync.costs import StepCost, choose, step_cost
+from fastsync.planner.scenario import StepCost, choose, step_cost
 from tests.helpers.teams import run_ranks
 from tests.sync.test_modes import loop, net
 

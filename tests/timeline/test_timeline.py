@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from fastsync import DiLoCo, FastDDP, LocalSGD, RankMismatchError, TimelinePolicy, timeline
+from fastsync import DiLoCo, FastDDP, LocalSGD, RankMismatchError, TimelinePolicy
+from fastsync.timeline.command import main
 from fastsync.timeline.data import by_step, find_slow_ranks, load
 from fastsync.timeline.page import html_page
 from fastsync.timeline.views import perfetto_trace, summarise, summary_text
@@ -88,7 +89,7 @@ def test_written_on_demand(tmp_path):
     assert list(by_step(load(tmp_path / "early.json"))) == [3, 4]
     assert list(by_step(load(tmp_path / "late.json"))) == [3, 4, 5]
     page = str(tmp_path / "page.html")
-    assert timeline.main([str(tmp_path / "late.json"), "--html", page]) == 0
+    assert main([str(tmp_path / "late.json"), "--html", page]) == 0
     assert "on 2 ranks" in (tmp_path / "page.html").read_text()
 
 
@@ -182,7 +183,7 @@ def test_a_short_training_writes_when_it_exits(tmp_path):
 def test_the_command_line(tmp_path, capsys):
     made_up_run(late=8).dump(tmp_path / "run.json")
     trace = tmp_path / "trace.json"
-    assert timeline.main([str(tmp_path / "run.json"), "--perfetto", str(trace)]) == 0
+    assert main([str(tmp_path / "run.json"), "--perfetto", str(trace)]) == 0
     told = capsys.readouterr().out
     assert re.search(r"exposed +18\.00 ms", told)
     assert "rank 1, for 8.0 ms (8%) of each step: it takes 8.0 ms longer in backward" in told
@@ -192,11 +193,11 @@ def test_the_command_line(tmp_path, capsys):
 
 def test_the_command_line_refuses_what_it_cannot_read(tmp_path, capsys):
     (tmp_path / "x.json").write_text("{}")
-    assert timeline.main([str(tmp_path / "x.json")]) == 2
+    assert main([str(tmp_path / "x.json")]) == 2
     assert "not a timeline" in capsys.readouterr().err
-    assert timeline.main([str(tmp_path / "absent.json")]) == 2
+    assert main([str(tmp_path / "absent.json")]) == 2
     made_up_run(steps=0).dump(tmp_path / "empty.json")
-    assert timeline.main([str(tmp_path / "empty.json")]) == 2
+    assert main([str(tmp_path / "empty.json")]) == 2
     assert "no step that is complete" in capsys.readouterr().err
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastsync.planner.advice import MOST_GPUS, advise
 from fastsync.planner.formulas import adam_by_formula, transformer_of
 from fastsync.planner.hardware import Cluster, Link, device_named
+from fastsync.planner.plan import MOST_GPUS, advise
 from fastsync.planner.scenario import Scenario, cached_optimizer
 
 CLUSTER = Cluster(8, 8, Link(450e9, None, "nvlink", 0.82), Link(50e9, None, "net", 0.92))

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fastsync.zero.dcp_chunks import Chunks
+from fastsync.zero.dcp_chunks import Chunks, rectangles
 from fastsync.zero.partition import Partition, cut_by_elements, cut_by_tensors
-from fastsync.zero.rectangles import rectangles
 
 NUMELS = [[], [0], [1], [0, 5, 0], [17, 300, 1, 64], [16] * 7, [1000, 3], [5, 5, 5, 999, 5]]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fastsync.fsdp import post_forward
+from fastsync.fsdp import group_links
 from fastsync.fsdp.context import Context
 from fastsync.fsdp.module_hooks import state_of
 
@@ -50,8 +50,8 @@ class CountingMode(CommDebugMode):
     def __enter__(self) -> CountingMode:
         super().__enter__()
         self._before, self._twice = _counters(), 0
-        self._gather = post_forward.all_gather_flat
-        setattr(post_forward, "all_gather_flat", self._counted_twice)  # noqa: B010
+        self._gather = group_links.all_gather_flat
+        setattr(group_links, "all_gather_flat", self._counted_twice)  # noqa: B010
         return self
 
     def _counted_twice(self, *args: Any) -> dist.Work:
@@ -60,7 +60,7 @@ class CountingMode(CommDebugMode):
 
     def __exit__(self, *args: object) -> None:
         super().__exit__(*args)
-        setattr(post_forward, "all_gather_flat", self._gather)  # noqa: B010
+        setattr(group_links, "all_gather_flat", self._gather)  # noqa: B010
         if self._twice:
             self.comm_counts[_GATHER] -= self._twice
         for kind, count in _counters().items():
