@@ -406,6 +406,7 @@ class Cost:
             ranks again.
         seconds: of these steps.
         stall: the longest of them, less a usual one.
+        before: the longest of the steps before, less a usual one.
         missed: rounds that began when the others were ready to take part, and ended without them.
     """
 
@@ -413,6 +414,7 @@ class Cost:
     steps: int
     seconds: float
     stall: float
+    before: float
     missed: int
 
     @property
@@ -428,11 +430,15 @@ class Cost:
         whole = next(i for i in range(alone, len(ends)) if ends[i].ranks == 4)
         before, begin, end = ends[last - QUIET], ends[last], ends[whole]
         usual = (begin.end - before.end) / (begin.number - before.number)
-        times = [step.end for step in steps if begin.number <= step.number <= end.number]
-        stall = max(b - a for a, b in pairwise(times)) - usual
+
+        def longest(first: Step, last: Step) -> float:
+            ends = [step.end for step in steps if first.number <= step.number <= last.number]
+            return max(b - a for a, b in pairwise(ends)) - usual
+
         rounds = pairwise(ends[last : whole + 1])
         missed = sum(a.end > ready and b.ranks < 4 for a, b in rounds)
-        return cls(usual, end.number - begin.number, end.end - begin.end, stall, missed)
+        taken = (end.number - begin.number, end.end - begin.end)
+        return cls(usual, *taken, longest(begin, end), longest(before, begin), missed)
 
 
 def rows_of_nodes(asked: argparse.Namespace) -> Iterator[Row]:
@@ -459,9 +465,16 @@ def rows_of_nodes(asked: argparse.Namespace) -> Iterator[Row]:
         "4",
         f"{whole:.1%} in all; of single deaths: {median(shares):.1%}, least {shares[0]:.1%}",
     )
+    lost = sum(c.seconds - c.usual * c.steps for c in slowest) / len(slowest)
+    yield "what a death and a return cost it", "4", f"{lost:.2f} s"
     stalls = [max(cost.stall for cost in pair) for pair in costs]
-    longest = f"{median(stalls):.2f} s, longest of {len(stalls)}: {max(stalls):.2f} s"
-    yield "its longest step meanwhile, less a usual one", "4", longest
+    quiet = [max(cost.before for cost in pair) for pair in costs]
+    yield (
+        "its longest step meanwhile, less a usual one",
+        "4",
+        f"{median(stalls):.2f} s, longest of {len(stalls)}: {max(stalls):.2f} s; without a death "
+        f"{median(quiet):.2f} s, longest {max(quiet):.2f} s",
+    )
     missed = Counter(max(cost.missed for cost in pair) for pair in costs)
     counts = ", ".join(f"{rounds} in {number}" for rounds, number in sorted(missed.items()))
     yield "rounds that a node misses which is ready when they begin", "4", counts
