@@ -8,6 +8,7 @@ import io
 import os
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fastsync import ChunkedTopK, Delayed, DiLoCo, FastDDP, LocalSGD, TopK
 from fastsync.sync.schedule import cut
 from tests.helpers.teams import end, run_ranks
 from tests.sync import oracle
+from tests.sync.test_modes import groups_of
 
 FIXED = 60
 DRAWN = 4
@@ -66,9 +68,13 @@ def drawn(number):
     rng = random.Random(number)
     steps = rng.randint(4, 16)
     count = rng.randint(1, 7)
+    world, mode = rng.choice([2, 2, 3]), drawn_mode(rng)
+    in_parts = random.Random(f"parts {number}").random() < 0.2
+    if in_parts and not isinstance(mode, Delayed) and not mode.warmup:
+        world, mode = 4, replace(mode, within=2)
     return {
-        "world": rng.choice([2, 2, 3]),
-        "mode": drawn_mode(rng),
+        "world": world,
+        "mode": mode,
         "steps": steps,
         "shapes": [rng.choice(SHAPES) for _ in range(count - 1)] + [(4, 4)],
         "unused": rng.choice([None, None, 0]) if count > 1 else None,
@@ -121,19 +127,20 @@ def by_torch(rank, case):
     module = Parameters(case["shapes"], case["unused"], case["seed"])
     params = list(module.parameters())
     optimizer = optimizer_of(case, params)
-    steps = iter(range(1, case["steps"] + 1))
+    steps, mode = iter(range(1, case["steps"] + 1)), case["mode"]
+    inside, across = groups_of(rank, case["world"], mode.part_size)
 
     def local_step(averaged):
         optimizer.zero_grad()
         loss_of(module, case, rank, next(steps)).backward()
-        if averaged:
+        if averaged or mode.part_size > 1:
             for p in (p for p in params if p.grad is not None):
-                rows = oracle.everyones(p.grad * (1 / dist.get_world_size()))
+                rows = oracle.everyones(p.grad * (1 / dist.get_world_size(inside)), inside)
                 p.grad = sum(rows[1:], rows[0])
         optimizer.step()
 
-    cuts = cut([p.numel() for p in params], getattr(case["mode"], "fragments", 1))
-    return oracle.train(case["mode"], params, cuts, local_step, case["steps"], case["ends"])
+    cuts = cut([p.numel() for p in params], getattr(mode, "fragments", 1))
+    return oracle.train(mode, params, cuts, local_step, case["steps"], case["ends"], across)
 
 
 def both(rank, world, case):
