@@ -57,7 +57,7 @@ MODELS = {"wide": (1024, 8, 64), "deep": (128, 40, 64)}
 HERE = "127.0.0.1"
 STEP, ROUND = 0.1, 16  # seconds that a step of nodes computes, by waiting; steps of a round
 QUIET = 1  # rounds before a death
-AWAY = (0.5, 3.0)  # seconds that a node is dead
+AWAY = (2.0, 10.0)  # seconds that a node is dead
 LIMIT = 300.0  # seconds that ranks of a return wait for each other
 _CLONE_NEWNET = 0x40000000  # for setns(2), which os has from Python 3.12 on
 
@@ -542,7 +542,7 @@ def main() -> None:
         if asked.only == "nodes":
             title = (
                 f"two nodes of two ranks in `DiLoCo({ROUND})`, with steps that wait "
-                f"{1e3 * STEP:.0f} ms; a node is dead for {AWAY[0]} to {AWAY[1]} s"
+                f"{1e3 * STEP:.0f} ms; a node is dead for {AWAY[0]:.0f} to {AWAY[1]:.0f} s"
             )
         write_table(asked.json, title, ["", "ranks", "measured"], rows, ranks=asked.ranks)
 
