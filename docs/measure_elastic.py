@@ -2,28 +2,36 @@
 
     python -m docs.measure_elastic --links loopback,10gbit,1gbit --json bench/results/elastic.json
     python -m docs.measure_elastic --only deaths --deaths 20
+    python -m docs.measure_elastic --only nodes --schedules 300 --json bench/results/nodes.json
 
 The price: steps of the same model with and without it, in turns. A death: a rank gets SIGKILL in
 the middle of a backward, and the survivors' backward returns. A return: from catch_up() of a rank
 that has been started again to the end of its first step, how long the others wait for it, and how
 fast it gets what they have, next to one plain message of as many bytes between the same ranks, and
-to the rate of the link. Links that are shaped need what `bench links` needs.
+to the rate of the link. Links that are shaped need what `bench links` needs. Nodes: of two nodes
+that average parameters now and then, one gets SIGKILL at a drawn moment, and comes back after drawn
+times; how fast the other trains meanwhile, against the rounds before, and its longest stall.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import json
 import multiprocessing
 import os
+import random
 import signal
+import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,6 +46,7 @@ import fastsync
 from bench.measure.netns import Link, LinkName, Seat, missing_rights, network, parse_links
 from docs.tables import write_table
 from examples.common.text import Row
+from fastsync._build import extension
 from fastsync._torch import TCPStore
 from fastsync.ddp import rejoin
 from fastsync.reducer import state_transfer
@@ -46,6 +55,9 @@ from fastsync.testing import run_ranks
 # Name, width, layers, rows of a batch.
 MODELS = {"wide": (1024, 8, 64), "deep": (128, 40, 64)}
 HERE = "127.0.0.1"
+STEP, ROUND = 0.1, 16  # seconds that a step of nodes computes, by waiting; steps of a round
+QUIET = 1  # rounds before a death
+AWAY = (2.0, 10.0)  # seconds that a node is dead
 LIMIT = 300.0  # seconds that ranks of a return wait for each other
 _CLONE_NEWNET = 0x40000000  # for setns(2), which os has from Python 3.12 on
 
@@ -292,6 +304,182 @@ def measure_return(world: int, link: LinkName) -> dict[str, Any]:
     return {"link": link.name, "ranks": world, **found, **shares}
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step of a rank: when it ended, its number, and how many ranks there were."""
+
+    end: float
+    number: int
+    ranks: int
+
+
+def train_in_rounds(training: Return, rank: int, attempt: int) -> None:
+    """Trains with `sync` until it is killed, and writes when each step has ended."""
+    training.begin(rank, attempt)
+    net = nn.Sequential(*[nn.Linear(256, 256) for _ in range(2)])
+    model = fastsync.FastDDP(net, sync=fastsync.DiLoCo(ROUND), faults=fastsync.Faults(elastic=True))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with open(Path(training.folder, f"{rank}-{attempt}"), "w", buffering=1) as log:
+        print(time.monotonic(), 0, 0, file=log)  # when it is ready to take part
+        step = model.catch_up(optimizer)
+        while True:
+            optimizer.zero_grad()
+            model(torch.ones(1, 256)).square().mean().backward()
+            time.sleep(STEP)
+            optimizer.step()
+            step += 1
+            assert model.elastic is not None
+            print(time.monotonic(), step, model.elastic.size, file=log)
+
+
+class Nodes:
+    """Two nodes of two ranks, of which one at a time is killed and started again.
+
+    Args:
+        training: in which no rank is on a shaped link.
+    """
+
+    def __init__(self, training: Return) -> None:
+        self._training, self._started = training, 0
+        self._running: dict[int, tuple[int, BaseProcess]] = {}
+        for rank in range(training.world):
+            self._start(rank, 0)
+
+    def _start(self, rank: int, attempt: int) -> None:
+        forking = multiprocessing.get_context("fork")
+        process = forking.Process(target=train_in_rounds, args=(self._training, rank, attempt))
+        process.start()
+        self._running[rank] = (attempt, process)
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self._running[rank][1].kill()
+        for rank in ranks:
+            self._running[rank][1].join()
+
+    def steps(self, rank: int) -> list[Step]:
+        """The steps of a rank's process, after the moment when it was ready to take part."""
+        file = Path(self._training.folder, f"{rank}-{self._running[rank][0]}")
+        lines = file.read_text().split("\n")[:-1] if file.exists() else []
+        return [Step(float(end), int(step), int(n)) for end, step, n in map(str.split, lines)]
+
+    def until_whole(self, rounds: int) -> None:
+        """Return once all ranks have ended so many rounds together."""
+        deadline = time.monotonic() + LIMIT
+        while time.monotonic() < deadline:
+            ends = (rounds_of(self.steps(rank))[-rounds:] for rank in self._running)
+            if all(len(its) == rounds and min(s.ranks for s in its) == 4 for its in ends):
+                return
+            time.sleep(0.1)
+        raise TimeoutError("the ranks have not come together")
+
+    def lose_one(self, drawn: random.Random) -> list[Cost]:
+        """Return what the death and the return of a node cost the ranks of the other."""
+        lost = drawn.choice([(0, 1), (2, 3)])
+        self.until_whole(QUIET + 1)
+        time.sleep(drawn.uniform(0, ROUND * STEP))
+        killed = time.monotonic()
+        self.kill(lost)
+        time.sleep(drawn.uniform(*AWAY))
+        for rank in lost:
+            self._started += 1
+            self._start(rank, self._started)
+            time.sleep(drawn.choice([0.0, 0.1]))
+        self.until_whole(1)
+        ready = max(self.steps(rank)[0].end for rank in lost)
+        left = [rank for rank in self._running if rank not in lost]
+        return [Cost.of(self.steps(rank), killed, ready) for rank in left]
+
+
+def rounds_of(steps: Sequence[Step]) -> list[Step]:
+    """The last step of each round."""
+    return [step for step in steps if step.number and step.number % ROUND == 0]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a death and a return cost a rank of the other node.
+
+    Attributes:
+        usual: seconds of a step, on average over the rounds before.
+        steps: from the end of the last round before the death to that of the first one that has all
+            ranks again.
+        seconds: of these steps.
+        stall: the longest of them, less a usual one.
+        before: the longest of the steps before, less a usual one.
+        missed: rounds that began when the others were ready to take part, and ended without them.
+    """
+
+    usual: float
+    steps: int
+    seconds: float
+    stall: float
+    before: float
+    missed: int
+
+    @property
+    def throughput(self) -> float:
+        """Return the rate of steps, of that before."""
+        return self.usual * self.steps / self.seconds
+
+    @classmethod
+    def of(cls, steps: Sequence[Step], killed: float, ready: float) -> Cost:
+        ends = rounds_of(steps)
+        last = max(i for i, step in enumerate(ends) if step.end < killed)
+        alone = next(i for i in range(last, len(ends)) if ends[i].ranks < 4)
+        whole = next(i for i in range(alone, len(ends)) if ends[i].ranks == 4)
+        before, begin, end = ends[last - QUIET], ends[last], ends[whole]
+        usual = (begin.end - before.end) / (begin.number - before.number)
+
+        def longest(first: Step, last: Step) -> float:
+            ends = [step.end for step in steps if first.number <= step.number <= last.number]
+            return max(b - a for a, b in pairwise(ends)) - usual
+
+        rounds = pairwise(ends[last : whole + 1])
+        missed = sum(a.end > ready and b.ranks < 4 for a, b in rounds)
+        taken = (end.number - begin.number, end.end - begin.end)
+        return cls(usual, *taken, longest(begin, end), longest(before, begin), missed)
+
+
+def rows_of_nodes(asked: argparse.Namespace) -> Iterator[Row]:
+    """What the death and the return of a node cost the other one."""
+    extension.load()  # which a node of its own would do on its own processors
+    importlib.import_module("torch._dynamo")
+    forking = multiprocessing.get_context("fork")
+    drawn, costs = random.Random(asked.seed), []
+    with tempfile.TemporaryDirectory() as folder:
+        here, there = forking.Pipe()
+        server = forking.Process(target=serve, args=(there, None))
+        server.start()
+        nodes = Nodes(Return(folder, 4, LinkName("loopback"), here.recv(), [None] * 4))
+        for number in range(asked.schedules):
+            costs.append(nodes.lose_one(drawn))
+            print(number, *costs[-1], file=sys.stderr, flush=True)
+        nodes.kill(range(4))
+        server.kill()
+    slowest = [min(pair, key=lambda cost: cost.throughput) for pair in costs]
+    whole = sum(c.usual * c.steps for c in slowest) / sum(c.seconds for c in slowest)
+    shares = sorted(cost.throughput for cost in slowest)
+    yield (
+        "steps a second of a node while the other is dead and comes back, of those before",
+        "4",
+        f"{whole:.1%} in all; of single deaths: {median(shares):.1%}, least {shares[0]:.1%}",
+    )
+    lost = sum(c.seconds - c.usual * c.steps for c in slowest) / len(slowest)
+    yield "what a death and a return cost it", "4", f"{lost:.2f} s"
+    stalls = [max(cost.stall for cost in pair) for pair in costs]
+    quiet = [max(cost.before for cost in pair) for pair in costs]
+    yield (
+        "its longest step meanwhile, less a usual one",
+        "4",
+        f"{median(stalls):.2f} s, longest of {len(stalls)}: {max(stalls):.2f} s; without a death "
+        f"{median(quiet):.2f} s, longest {max(quiet):.2f} s",
+    )
+    missed = Counter(max(cost.missed for cost in pair) for pair in costs)
+    counts = ", ".join(f"{rounds} in {number}" for rounds, number in sorted(missed.items()))
+    yield "rounds that a node misses which is ready when they begin", "4", counts
+
+
 def rows_of_returns(asked: argparse.Namespace) -> Iterator[Row]:
     """One for each return."""
     missing = missing_rights() if any(link.on_links for link in asked.links) else None
@@ -331,16 +519,18 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--deaths", type=int, default=5)
     made.add_argument("--ranks", type=int, default=4, help="of the trainings with a death")
     made.add_argument("--returns", type=int, default=3, help="over each link")
+    made.add_argument("--schedules", type=int, default=20, help="deaths and returns of a node")
+    made.add_argument("--seed", type=int, default=0, help="of those")
     made.add_argument("--links", type=parse_links, default="loopback", help="see bench links")
     made.add_argument("--json", type=Path, help="write what was found to this file")
-    made.add_argument("--only", choices=("returns", "deaths"), help="default: both")
+    made.add_argument("--only", choices=("returns", "deaths", "nodes"), help="default: all")
     return made
 
 
 def main() -> None:
     asked = parser().parse_args()
     torch.set_num_threads(1)
-    kinds = {"deaths": rows_of_deaths, "returns": rows_of_returns}
+    kinds = {"deaths": rows_of_deaths, "returns": rows_of_returns, "nodes": rows_of_nodes}
     rows: list[Row] = []
     for name, measured in kinds.items():
         if asked.only in (None, name):
@@ -349,6 +539,11 @@ def main() -> None:
                 rows.append(row)
     if asked.json:
         title = "steps after deaths, returns, and what elastic=True costs when nothing happens"
+        if asked.only == "nodes":
+            title = (
+                f"two nodes of two ranks in `DiLoCo({ROUND})`, with steps that wait "
+                f"{1e3 * STEP:.0f} ms; a node is dead for {AWAY[0]:.0f} to {AWAY[1]:.0f} s"
+            )
         write_table(asked.json, title, ["", "ranks", "measured"], rows, ranks=asked.ranks)
 
 

@@ -65,8 +65,9 @@ class JoinGate:
         """
         now = time.monotonic()
         if now >= self._next_look:
-            self._next_look = now + _LOOK
-            self._look()
+            before = self._seen
+            self._look()  # and soon again, where somebody new may be alive
+            self._next_look = now + (_LOOK if self._seen == before else 2 * _BEAT)
         return bool(self.waiting(present))
 
     def waiting(self, present: Collection[int]) -> Mapping[int, int]:

@@ -68,8 +68,14 @@ class FlatTensors:
         torch._foreach_copy_(self.views(flat), [t.detach() for t in self.tensors])
         return flat
 
-    def unpack(self, flat: torch.Tensor) -> None:
-        """Write the values of a buffer to the tensors, each rounded to its dtype."""
+    def unpack(self, flat: torch.Tensor, kept: float = 0.0) -> None:
+        """Write the values of a buffer to the tensors, each rounded to its dtype.
+
+        Args:
+            kept: part of their own values that the tensors keep.
+        """
+        if kept > 0:
+            flat = self.pack().mul_(kept).add_(flat, alpha=1 - kept)
         torch._foreach_copy_([t.detach() for t in self.tensors], self.views(flat))
 
     def rounded(self, flat: torch.Tensor) -> torch.Tensor:
@@ -172,6 +178,7 @@ class Exchange:
         parts: whose ranks have the same parameters; None: no two ranks have.
 
     Attributes:
+        sends: whether this rank does, or another one for it: then `spread` gives what that has.
         note: told of each average, where a timeline records them.
     """
 
@@ -184,7 +191,7 @@ class Exchange:
     ) -> None:
         self.group, self._model_group, self._device = group, model_group, device
         self._parts, self._between = parts, group if parts is None else parts.cross
-        self._sends = parts is None or parts.inside.rank() == 0
+        self.sends = parts is None or parts.inside.rank() == 0
         self.counters = Counters()
         self.note: Note = _no_note
 
@@ -233,13 +240,11 @@ class Exchange:
 
     def sum_flat(self, flat: torch.Tensor) -> Pending:
         """Start the average of a buffer, which is the collective's from now on."""
-        if self.world == 1:
+        if self.world == 1 or not self.sends:
             return Pending.known(flat)
-        work = None
-        if self._sends:
-            work = dist.all_reduce(flat, group=self._between, async_op=True)
-            self.counters.sent_bytes += 2 * flat.nbytes * (self.world - 1) // self.world
-        return self._pending(work, flat, lambda: flat.div_(self.world))
+        work = dist.all_reduce(flat, group=self._between, async_op=True)
+        self.counters.sent_bytes += 2 * flat.nbytes * (self.world - 1) // self.world
+        return self._pending(work, lambda: flat.div_(self.world))
 
     def gather_codes(self, flat: torch.Tensor, codes: Codes) -> Pending:
         """Start the average of a buffer that travels as codes.
@@ -248,45 +253,36 @@ class Exchange:
             flat: what this rank sends, with what earlier codes have lost. It becomes what these
                 lose.
         """
-        if self.world == 1 or not self._sends:
+        if self.world == 1:
             average = flat.clone()
             flat.zero_()
-            if self.world == 1:
-                return Pending.known(average)
-            return self._pending(None, average, lambda: average)
+            return Pending.known(average)
         mine = codes.encode(flat)
         flat.sub_(codes.decode(mine))
         received = mine.new_empty(self.world * mine.numel())
         work = all_gather_flat(received, mine, self._between)
         self.counters.sent_bytes += mine.nbytes * (self.world - 1)
-        return self._pending(work, flat, lambda: codes.average(self.world, received))
+        return self._pending(work, lambda: codes.average(self.world, received))
 
-    def _pending(
-        self, work: dist.Work | None, flat: torch.Tensor, average: Callable[[], torch.Tensor]
-    ) -> Pending:
-        """Return the average of all that send.
-
-        Args:
-            work: None on a rank for which another one sends.
-            flat: memory for the average there.
-            average: makes it of what has arrived.
-        """
+    def _pending(self, work: dist.Work, average: Callable[[], torch.Tensor]) -> Pending:
+        """Return the average of all that send, which `average` makes of what has arrived."""
 
         def finish() -> torch.Tensor:
-            result = flat
-            if work is not None:
-                if self._parts is None:
-                    watched(self.group, _PLACE, lambda: work)
-                else:  # those for which another rank sends do not wait here
-                    awaited(self._between, _PLACE, work)
-                result = average()
-            if self._parts is not None:
-                send = partial(dist.broadcast, result, group_src=0, group=self._parts.inside)
-                watched(self._parts.inside, _PLACE, partial(send, async_op=True))
-            return result
+            if self._parts is None:
+                watched(self.group, _PLACE, lambda: work)
+            else:  # those for which another rank sends do not wait here
+                awaited(self._between, _PLACE, work)
+            return average()
 
-        self.counters.averages += 1
         return Pending(finish, self.counters)
+
+    def spread(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return `flat` with the values of the rank that sends for this one."""
+        if self._parts is not None:
+            send = partial(dist.broadcast, flat, group_src=0, group=self._parts.inside)
+            with self.counters.waiting():
+                watched(self._parts.inside, _PLACE, partial(send, async_op=True))
+        return flat
 
 
 @dataclass(frozen=True)

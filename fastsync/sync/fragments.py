@@ -7,12 +7,13 @@ its tensors changes because of it: where a rank has died, all fragments are as b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from fastsync.config.sync_modes import Delayed, DiLoCo, LocalSGD, SyncMode
-from fastsync.sync.exchange import Codes, Exchange, FlatTensors, Note, Pending
+from fastsync.sync.exchange import Codes, Exchange, FlatTensors, Pending
 
 # Tensors by parameter name, by what they are.
 FragmentState = dict[str, dict[str, torch.Tensor]]
@@ -24,33 +25,35 @@ class Fragment:
     Args:
         names: of the parameters, for checkpoints.
         params: the parameters.
+        exchange: averages them.
 
     Attributes:
         due: step after which it is merged, while it is on its way.
     """
 
-    def __init__(self, names: Sequence[str], params: FlatTensors) -> None:
+    def __init__(self, names: Sequence[str], params: FlatTensors, exchange: Exchange) -> None:
         self.names, self.params, self.due = list(names), params, 0
+        self._exchange = exchange
         self._pending: Pending | None = None
         self._check: Callable[[], None] = lambda: None
-        self._note: Note = lambda *mark: None
 
     @property
     def on_its_way(self) -> bool:
         """Return whether it has been sent and not merged."""
         return self._pending is not None
 
-    def send(self, exchange: Exchange, check: Callable[[], None], due: int) -> None:
+    def send(self, check: Callable[[], None], due: int) -> None:
         """Start the average.
 
         Args:
             check: raises where the ranks do not send the same; called before the merge.
             due: step after which it is merged.
         """
-        begun, sent = time.monotonic_ns(), exchange.counters.sent_bytes
-        self._pending, self._check, self.due = self._start(exchange), check, due
-        self._note = exchange.note
-        self._note("average_started", self.names, exchange.counters.sent_bytes - sent, begun)
+        counters = self._exchange.counters
+        begun, sent = time.monotonic_ns(), counters.sent_bytes
+        self._pending, self._check, self.due = self._start(), check, due
+        counters.averages += self._exchange.world > 1
+        self._exchange.note("average_started", self.names, counters.sent_bytes - sent, begun)
 
     def withdraw(self) -> None:
         """Forget what has been sent: nothing has changed."""
@@ -82,16 +85,26 @@ class Fragment:
     def _arrived(self) -> torch.Tensor:
         pending, self._pending = self._pending, None
         assert pending is not None
-        begun, waits = time.monotonic_ns(), not pending.arrived
-        self._check()
-        average = pending.wait()
+        with self._noted(not pending.arrived):
+            self._check()
+            average = pending.wait()
         self._check, self._pending = lambda: None, pending
-        if waits:
-            self._note("average_wanted", self.names, 0, begun)
-            self._note("average_arrived", self.names, 0, time.monotonic_ns())
         return average
 
-    def _start(self, exchange: Exchange) -> Pending:
+    def _spread(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return `flat` with the values of the rank that sends for this one."""
+        with self._noted(not self._exchange.sends):
+            return self._exchange.spread(flat)
+
+    @contextmanager
+    def _noted(self, waits: bool) -> Iterator[None]:
+        begun = time.monotonic_ns()
+        yield
+        if waits:
+            self._exchange.note("average_wanted", self.names, 0, begun)
+            self._exchange.note("average_arrived", self.names, 0, time.monotonic_ns())
+
+    def _start(self) -> Pending:
         raise NotImplementedError
 
     def _update(self, average: torch.Tensor, last: bool) -> None:
@@ -137,29 +150,30 @@ class AveragedFragment(Fragment):
         self,
         names: Sequence[str],
         params: FlatTensors,
+        exchange: Exchange,
         state_of: Callable[[], list[torch.Tensor]],
     ) -> None:
-        super().__init__(names, params)
+        super().__init__(names, params, exchange)
         self._state_of, self._sent = state_of, params
 
-    def _start(self, exchange: Exchange) -> Pending:
+    def _start(self) -> Pending:
         self._sent = FlatTensors([*self.params.tensors, *self._state_of()])
-        return exchange.sum_flat(self._sent.pack())
+        return self._exchange.sum_flat(self._sent.pack())
 
     def _update(self, average: torch.Tensor, last: bool) -> None:
-        self._sent.unpack(average)
+        self._sent.unpack(self._spread(average))
 
 
 class DelayedFragment(Fragment):
     """Parameters that become their averages plus what this rank has changed since (`Delayed`)."""
 
-    def __init__(self, names: Sequence[str], params: FlatTensors) -> None:
-        super().__init__(names, params)
+    def __init__(self, names: Sequence[str], params: FlatTensors, exchange: Exchange) -> None:
+        super().__init__(names, params, exchange)
         self._sent = params.zeros()
 
-    def _start(self, exchange: Exchange) -> Pending:
+    def _start(self) -> Pending:
         self._sent.copy_(self.params.pack())
-        return exchange.sum_flat(self._sent.clone())
+        return self._exchange.sum_flat(self._sent.clone())
 
     def _update(self, average: torch.Tensor, last: bool) -> None:
         self.params.unpack(self.params.pack().sub_(self._sent).add_(average))
@@ -175,8 +189,10 @@ class OuterFragment(Fragment):
     parameters to bf16 changes none of them.
     """
 
-    def __init__(self, names: Sequence[str], params: FlatTensors, mode: DiLoCo) -> None:
-        super().__init__(names, params)
+    def __init__(
+        self, names: Sequence[str], params: FlatTensors, exchange: Exchange, mode: DiLoCo
+    ) -> None:
+        super().__init__(names, params, exchange)
         self._mode = mode
         self._outer, self._momentum = params.pack(), params.zeros()
         self._codes: Codes | None = None
@@ -185,24 +201,23 @@ class OuterFragment(Fragment):
         if mode.codec is not None:
             self._codes = Codes(mode.codec, params.numel, params.kept)
 
-    def _start(self, exchange: Exchange) -> Pending:
+    def _start(self) -> Pending:
         with torch.no_grad():
             difference = self.params.rounded(self._outer) - self.params.pack()
             if self._codes is None or self._residual is None:
-                return exchange.sum_flat(difference)
+                return self._exchange.sum_flat(difference)
             self._lost = difference.add_(self._residual)
-            return exchange.gather_codes(difference, self._codes)
+            return self._exchange.gather_codes(difference, self._codes)
 
     def _update(self, average: torch.Tensor, last: bool) -> None:
-        self._residual = self._lost
         lr, momentum = self._mode.outer_lr, self._mode.outer_momentum
+        outer = self._momentum.mul(momentum).add_(average)
+        torch.add(average, outer, alpha=momentum, out=outer)
+        torch.add(self._outer, outer, alpha=-lr, out=outer)
+        self._outer = self._spread(outer)  # where that fails, nothing has changed
         self._momentum.mul_(momentum).add_(average)
-        self._outer.add_(average.add(self._momentum, alpha=momentum), alpha=-lr)
-        kept = 0.0 if last else self._mode.kept
-        if kept == 0:
-            self.params.unpack(self._outer)
-        else:
-            self.params.unpack(self.params.pack().mul_(kept).add_(self._outer, alpha=1 - kept))
+        self._residual = self._lost
+        self.params.unpack(self._outer, 0.0 if last else self._mode.kept)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         flats = {"outer": self._outer, "momentum": self._momentum}
@@ -214,10 +229,42 @@ class OuterFragment(Fragment):
         self._lost = self._residual
 
 
+class FollowingFragment(Fragment):
+    """Parameters that follow the outer ones of the rank that sends for this one (`DiLoCo`).
+
+    Args:
+        kept: part of this rank's own parameters that a merge keeps.
+    """
+
+    def __init__(
+        self, names: Sequence[str], params: FlatTensors, exchange: Exchange, kept: float
+    ) -> None:
+        super().__init__(names, params, exchange)
+        self._kept = kept
+
+    def _start(self) -> Pending:
+        return Pending.known(torch.empty(0))
+
+    def _update(self, average: torch.Tensor, last: bool) -> None:
+        outer = self._spread(self.params.zeros())
+        self.params.unpack(outer, 0.0 if last else self._kept)
+
+    def state(self) -> FragmentState:
+        """Return nothing: the other rank has it all."""
+        if self.on_its_way:
+            self._arrived()
+        return {}
+
+    def load(self, state: Mapping[str, Mapping[str, torch.Tensor]], due: int) -> None:
+        if due:
+            self._pending, self.due = self._start(), due
+
+
 def make_fragment(
     mode: SyncMode,
     names: Sequence[str],
     params: Sequence[torch.Tensor],
+    exchange: Exchange,
     state_of: Callable[[], list[torch.Tensor]],
 ) -> Fragment:
     """Return the fragment of some parameters in a mode.
@@ -226,7 +273,10 @@ def make_fragment(
         state_of: tensors of the optimizer's state that are averaged with them.
     """
     if isinstance(mode, LocalSGD):
-        return AveragedFragment(names, FlatTensors(params), state_of)
+        return AveragedFragment(names, FlatTensors(params), exchange, state_of)
     if isinstance(mode, Delayed):
-        return DelayedFragment(names, FlatTensors(params))
-    return OuterFragment(names, FlatTensors(params, mode.codec), mode)
+        return DelayedFragment(names, FlatTensors(params), exchange)
+    flat = FlatTensors(params, mode.codec)
+    if exchange.sends:
+        return OuterFragment(names, flat, exchange, mode)
+    return FollowingFragment(names, flat, exchange, mode.kept)

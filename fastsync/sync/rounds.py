@@ -283,7 +283,8 @@ class _OptimizerRounds:
                 names = [trained[i][0] for i in positions]
                 params = [trained[i][1] for i in positions]
                 state_of = partial(self._state_of, params)
-                yield number, make_fragment(self._mode, names, params, state_of)
+                exchange = self._owner.exchange
+                yield number, make_fragment(self._mode, names, params, exchange, state_of)
 
     def _state_of(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the optimizer's state that is averaged with parameters."""
@@ -377,14 +378,14 @@ class _OptimizerRounds:
             return
         check = self.compare()
         for fragment in fragments:
-            fragment.send(self._owner.exchange, check, self.steps + self._schedule.overlap)
+            fragment.send(check, self.steps + self._schedule.overlap)
 
     def _average(self, fragments: Sequence[Fragment]) -> None:
         """Average fragments, and merge none: all ranks do once all have all of them."""
         self.compare()()
         try:
             for fragment in fragments:
-                fragment.send(self._owner.exchange, lambda: None, self.steps)
+                fragment.send(lambda: None, self.steps)
             for fragment in fragments:
                 fragment.arrive()
         except BaseException:

@@ -674,9 +674,16 @@ FAULTS = [
     Fault(
         "merged-without-the-comparison",
         "fastsync/sync/fragments.py",
-        "        self._check()\n        average = pending.wait()\n",
-        "        average = pending.wait()\n",
+        "            self._check()\n            average = pending.wait()\n",
+        "            average = pending.wait()\n",
         f"{ROUNDS}::test_ranks_that_would_silently_differ[left out, overlapped]",
+    ),
+    Fault(
+        "outer-state-on-every-rank-of-a-part",
+        "fastsync/sync/fragments.py",
+        "    if exchange.sends:\n",
+        "    if exchange is not None:\n",
+        f"{ROUNDS}::test_one_rank_of_a_part_holds_the_outer_state",
     ),
     Fault(
         "steps-left-out-not-compared",

@@ -7,6 +7,7 @@ import argparse
 import os
 import random
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -70,6 +71,9 @@ def drawn(number):
     steps = rng.randint(4, 16)
     count = rng.randint(1, 7)
     world, mode = rng.choice([2, 2, 3]), drawn_mode(rng)
+    in_parts = random.Random(f"parts {number}").random() < 0.2
+    if in_parts and not isinstance(mode, Delayed) and not mode.warmup:
+        world, mode = 4, replace(mode, within=2)
     shapes = [rng.choice(SHAPES) for _ in range(count - 1)] + [(4, 4)]
     unused = rng.choice([None, None, 0]) if count > 1 else None
     return world, Training(

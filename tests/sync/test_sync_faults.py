@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastsync import Delayed, DiLoCo, FastDDP, LocalSGD, SyncFault
+from fastsync.sync.exchange import Exchange
 from fastsync.testing import RankError, run_ranks
 from tests.faults.test_collective_waits import SLEEPER, said, sleep
 from tests.sync.test_modes import loop, net
@@ -51,6 +52,37 @@ def test_a_rank_that_dies_within_a_round_is_named(mode, tmp_path):
         assert found["ranks"] == [VICTIM] and "sync=" in found["text"]
     assert first["steps"] == second["steps"]  # both have merged the same fragments
     assert first["outer"] == second["outer"]
+
+
+def sender_killed(rank, world, folder):
+    """The victim dies when it is to give its part the second fragment."""
+    model = FastDDP(net(), sync=DiLoCo(9, fragments=2, within=2))
+    step = loop(rank, model, torch.optim.SGD(model.parameters(), 0.1))
+    step()
+    before, spread, spreads = [p.detach().clone() for p in model.parameters()], Exchange.spread, []
+
+    def dying(exchange, flat):
+        spreads.append(flat)
+        if rank == VICTIM and len(spreads) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return spread(exchange, flat)
+
+    Exchange.spread = dying
+    try:
+        model.end_round()
+    except SyncFault as fault:
+        moved = [not torch.equal(*both) for both in zip(before, model.parameters(), strict=True)]
+        found = {"ranks": list(fault.ranks), "text": str(fault), "moved": moved}
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+        raise
+
+
+def test_a_rank_whose_sender_dies_between_fragments_has_the_first_alone(tmp_path):
+    with pytest.raises(RankError, match=f"rank {VICTIM}"):
+        run_ranks(sender_killed, 4, tmp_path)
+    found = json.loads((tmp_path / f"{VICTIM + 1}.json").read_text())
+    assert found["ranks"] == [VICTIM] and "sync=" in found["text"]
+    assert found["moved"] == [True] * 2 + [False] * 4
 
 
 def late(rank, world):
