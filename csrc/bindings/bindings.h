@@ -3,7 +3,9 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "kernels/codec.h"
 
@@ -18,6 +20,11 @@ void bind_units(pybind11::module_& m);
 
 // The watch for faults of other ranks.
 void bind_watch(pybind11::module_& m);
+
+// Tensors that may be undefined here, and None in Python.
+using Optionals = std::vector<std::optional<at::Tensor>>;
+std::vector<at::Tensor> tensors_of(const Optionals& given);
+Optionals optionals_of(const std::vector<at::Tensor>& tensors);
 
 kernels::Format format_named(const std::string& name);
 

@@ -1,6 +1,7 @@
 // Python bindings of units: parameters that ranks share.
 #include <pybind11/functional.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -11,8 +12,8 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "fsdp/group_gradients.h"
 #include "fsdp/param_group.h"
+#include "reducer/autograd_hooks.h"
 #include "shm/messages.h"
 
 namespace py = pybind11;
@@ -23,22 +24,6 @@ namespace {
 using engine::Unit;
 using engine::UnitLayout;
 using engine::UnitLinks;
-using Optionals = std::vector<std::optional<at::Tensor>>;
-
-std::vector<at::Tensor> tensors_of(const Optionals& given) {
-  std::vector<at::Tensor> result;
-  result.reserve(given.size());
-  for (const auto& tensor : given) result.push_back(tensor.value_or(at::Tensor()));
-  return result;
-}
-
-Optionals optionals_of(const std::vector<at::Tensor>& tensors) {
-  Optionals result;
-  for (const at::Tensor& tensor : tensors) {
-    result.push_back(tensor.defined() ? std::optional(tensor) : std::nullopt);
-  }
-  return result;
-}
 
 std::shared_ptr<UnitLinks> make_links(const std::string& group_name,
                                       const std::shared_ptr<comm::SharedMemory>& memory,
@@ -92,6 +77,38 @@ engine::Direction direction_of(const std::string& name) {
   if (name == "gather") return engine::Direction::kGather;
   return name == "reduction" ? engine::Direction::kReduce : engine::Direction::kSum;
 }
+
+// Keeps the autograd node alive whose hook watches the gradients of a tensor.
+struct WatchedGradient {
+  std::shared_ptr<void> node;
+};
+
+// Autograd passes the outputs of a module before it reaches the parameters, unless the script hides
+// these outputs. A gradient that arrives unannounced would stay on this rank, so `unannounced` is
+// called before it is accumulated.
+class UnitGradients {
+ public:
+  explicit UnitGradients(std::function<void()> unannounced)
+      : state_(std::make_shared<State>(std::move(unannounced))) {}
+
+  // Watches the gradients of `whole` as long as the returned object lives.
+  WatchedGradient watch(const at::Tensor& whole) const {
+    return {engine::before_accumulation(
+        whole, [state = state_](const at::Tensor& /*grad*/, bool /*ours*/) {
+          if (!state->announced) state->unannounced();
+        })};
+  }
+  // Whether the running backward has been announced.
+  void announce(bool whether) { state_->announced = whether; }
+
+ private:
+  struct State {
+    explicit State(std::function<void()> fn) : unannounced(std::move(fn)) {}
+    std::atomic<bool> announced{false};
+    std::function<void()> unannounced;
+  };
+  std::shared_ptr<State> state_;
+};
 
 // Records of units: their log, and collectives that Python waits for.
 void bind_logs(py::module_& m) {
@@ -153,8 +170,7 @@ void bind_units(py::module_& m) {
       .def("trim", &UnitLinks::trim, release)
       .def("most_bytes", [](const UnitLinks& links) { return links.pool.most(); })
       .def("peers", [](const UnitLinks& links) { return links.peers; });
-  using engine::UnitGradients;
-  py::class_<engine::WatchedGradient>(m, "WatchedGradient");
+  py::class_<WatchedGradient>(m, "WatchedGradient");
   py::class_<UnitGradients>(m, "UnitGradients")
       .def(py::init<std::function<void()>>(), py::arg("unannounced"))
       .def("watch", &UnitGradients::watch, py::arg("whole"))

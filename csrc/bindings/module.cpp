@@ -16,13 +16,11 @@
 
 #include "bindings/bindings.h"
 #include "check.h"
-#include "comm/host_backend.h"
-#include "comm/python_hook.h"
+#include "comm/python.h"
 #include "ops/device.h"
 #include "ops/ops.h"
 #include "reducer/reducer.h"
 #include "shm/collective.h"
-#include "shm/statements.h"
 
 namespace py = pybind11;
 using namespace fastsync;  // NOLINT: bindings only
@@ -56,35 +54,14 @@ void survive(engine::Reducer& reducer,
 
 void set_hook(engine::Reducer& reducer, py::object state, const py::object& hook,
               const std::string& flags_group) {
-  auto wrapped = comm::make_python_hook(std::move(state), hook);
+  comm::Hook wrapped = comm::make_python_hook(std::move(state), hook);
   const py::gil_scoped_release release;
   reducer.set_hook(std::move(wrapped), flags_group);
 }
 
-void at_end(engine::Reducer& reducer, std::function<void()> action) {
-  const py::gil_scoped_release release;
-  reducer.at_end(std::move(action));
-}
-
-using Optionals = std::vector<std::optional<at::Tensor>>;
-
-Optionals optionals(const Tensors& tensors) {
-  Optionals result;
-  for (const at::Tensor& tensor : tensors) {
-    result.push_back(tensor.defined() ? std::optional(tensor) : std::nullopt);
-  }
-  return result;
-}
-
-Tensors tensors_of(const Optionals& optionals) {
-  Tensors result;
-  for (const auto& tensor : optionals) result.push_back(tensor.value_or(at::Tensor()));
-  return result;
-}
-
 Optionals residuals_of(const engine::Reducer& reducer) {
   const py::gil_scoped_release release;
-  return optionals(reducer.residuals());
+  return optionals_of(reducer.residuals());
 }
 
 void load_residuals(engine::Reducer& reducer, const Optionals& given) {
@@ -285,7 +262,7 @@ void bind_engine(py::module_& m) {
       .def("use_weights", &use_weights, py::arg("begin_backward"), py::arg("start"),
            py::arg("scale"))
       .def("set_hook", &set_hook, py::arg("state"), py::arg("hook"), py::arg("flags_group"))
-      .def("at_end", &at_end, py::arg("action"))
+      .def("at_end", &Reducer::at_end, release, py::arg("action"))
       .def("shadow_step", &Reducer::shadow_step, release)
       .def("skip_step", &Reducer::skip_step, release)
       .def("on_skips", &Reducer::on_skips, py::arg("fn"))
@@ -321,6 +298,21 @@ void bind_engine(py::module_& m) {
 }
 
 }  // namespace
+
+std::vector<at::Tensor> fastsync::tensors_of(const Optionals& given) {
+  std::vector<at::Tensor> result;
+  result.reserve(given.size());
+  for (const auto& tensor : given) result.push_back(tensor.value_or(at::Tensor()));
+  return result;
+}
+
+fastsync::Optionals fastsync::optionals_of(const std::vector<at::Tensor>& tensors) {
+  Optionals result;
+  for (const at::Tensor& tensor : tensors) {
+    result.push_back(tensor.defined() ? std::optional(tensor) : std::nullopt);
+  }
+  return result;
+}
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "fastsync's C++ core; use the fastsync package instead";

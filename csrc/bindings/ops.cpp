@@ -9,10 +9,9 @@
 #include "bindings/bindings.h"
 #include "check.h"
 #include "comm/collective.h"
+#include "ops/checks.h"
 #include "ops/codec_ops.h"
-#include "ops/digests.h"
 #include "ops/lossy_ops.h"
-#include "ops/norms.h"
 
 namespace py = pybind11;
 

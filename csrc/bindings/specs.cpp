@@ -1,4 +1,4 @@
-// Python bindings of what a plan says about buckets.
+// Python bindings of what a plan says about buckets, users' codecs among it.
 #include <pybind11/functional.h>
 
 #include <array>
@@ -9,8 +9,7 @@
 
 #include "bindings/bindings.h"
 #include "check.h"
-#include "codec/plugin_codec.h"
-#include "codec/python_codec.h"
+#include "codec_plugin.h"
 #include "reducer/autograd_hooks.h"
 #include "transport/choose.h"
 
@@ -42,6 +41,75 @@ engine::BucketSpec make_spec(const std::vector<std::pair<int64_t, int64_t>>& slo
   return spec;
 }
 
+// A codec in a shared library of the user; `table` lives as long as the process.
+class PluginCodec final : public engine::Codec {
+ public:
+  explicit PluginCodec(const fastsync_codec* table) : table_(table) {
+    FS_CHECK_VALUE(table != nullptr && table->version == FASTSYNC_CODEC_VERSION,
+                   "expects a codec table of version ", FASTSYNC_CODEC_VERSION);
+  }
+
+  void encode(const at::Tensor& values, const at::Tensor& payload) override {
+    check_host(values);
+    check("encode",
+          table_->encode(table_->context, values.mutable_data_ptr<float>(), values.numel(),
+                         payload.mutable_data_ptr<uint8_t>(), payload.numel()));
+  }
+
+  void decode(const at::Tensor& payload, const at::Tensor& values) override {
+    check_host(values);
+    check("decode",
+          table_->decode(table_->context, payload.const_data_ptr<uint8_t>(), payload.numel(),
+                         values.mutable_data_ptr<float>(), values.numel()));
+  }
+
+ private:
+  void check_host(const at::Tensor& values) const {
+    FS_CHECK(values.is_cpu(), "the codec ", table_->name, " works on the CPU, not on ",
+             values.device());
+  }
+  void check(const char* what, const char* error) const {
+    FS_CHECK(error == nullptr, "the codec ", table_->name, " failed to ", what, ": ", error);
+  }
+
+  const fastsync_codec* table_;
+};
+
+// A codec written in Python, with encode(values, payload) and decode(payload, values), as
+// fastsync.Codec describes them.
+// Called without the GIL, on the threads of the backward and of the pipelines.
+class PythonCodec final : public engine::Codec {
+ public:
+  explicit PythonCodec(py::object codec) : codec_(std::move(codec)) {}
+
+  ~PythonCodec() override {
+    const py::gil_scoped_acquire gil;
+    codec_ = py::object();
+  }
+  PythonCodec(const PythonCodec&) = delete;
+  PythonCodec& operator=(const PythonCodec&) = delete;
+
+  void encode(const at::Tensor& values, const at::Tensor& payload) override {
+    call("encode", values, payload);
+  }
+  void decode(const at::Tensor& payload, const at::Tensor& values) override {
+    call("decode", payload, values);
+  }
+
+ private:
+  void call(const char* method, const at::Tensor& from, const at::Tensor& to) {
+    const py::gil_scoped_acquire gil;
+    try {
+      codec_.attr(method)(from, to);
+    } catch (py::error_already_set& error) {
+      // The exception object must not leave the GIL.
+      throw std::runtime_error(std::string("the codec's ") + method + "() raised " + error.what());
+    }
+  }
+
+  py::object codec_;
+};
+
 void bind_coded(py::module_& m) {
   using engine::CodedSpec;
   py::class_<CodedSpec>(m, "CodedSpec")
@@ -52,14 +120,15 @@ void bind_coded(py::module_& m) {
       .def(
           "use_codec",
           [](CodedSpec& spec, py::object codec) {
-            spec.codec = engine::make_python_codec(std::move(codec));
+            spec.codec = std::make_shared<PythonCodec>(std::move(codec));
           },
           py::arg("codec"))
       .def(
           "use_plugin",
           [](CodedSpec& spec, uintptr_t table) {
             // NOLINTNEXTLINE: the address that the library's entry returned
-            spec.codec = engine::make_plugin_codec(reinterpret_cast<const fastsync_codec*>(table));
+            spec.codec =
+                std::make_shared<PluginCodec>(reinterpret_cast<const fastsync_codec*>(table));
           },
           py::arg("table"))
       .def(

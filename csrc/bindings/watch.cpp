@@ -14,10 +14,8 @@
 #include "bindings/bindings.h"
 #include "check.h"
 #include "comm/collective.h"
-#include "comm/messages.h"
 #include "fault/fault_watch.h"
 #include "fault/process.h"
-#include "fault/wait_scope.h"
 
 namespace py = pybind11;
 

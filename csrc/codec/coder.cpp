@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/index_select.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/where.h>
 
@@ -42,6 +43,41 @@ class BlockCoder final : public Coder {
   ops::CodePlan plan_;
 };
 
+// The residuals that error feedback adds to a bucket in which gradients may be absent. If no rank
+// has a gradient, its average is not delivered, so the residual of an absent one stays.
+class Feedback {
+ public:
+  // `residual` is flat, fp32, or undefined.
+  Feedback(const std::vector<ops::Item>& items, at::Tensor residual)
+      : residual_(std::move(residual)), working_(residual_) {
+    if (!residual_.defined()) return;
+    for (const ops::Item& item : items) {
+      if (!item.tensor.defined()) absent_.push_back(item.layout);
+    }
+    if (absent_.empty()) return;
+    const at::NoGradGuard no_grad;
+    working_ = ops::copy_of(residual_);
+    for (const auto* slot : absent_) working_.narrow(0, slot->offset, slot->numel).zero_();
+  }
+  // The residual to code with: zero for absent gradients.
+  const at::Tensor& working() const { return working_; }
+  // Writes working() back, together with the residuals of absent gradients.
+  void commit() const {
+    if (absent_.empty()) return;
+    const at::NoGradGuard no_grad;
+    for (const auto* slot : absent_) {
+      working_.narrow(0, slot->offset, slot->numel)
+          .add_(residual_.narrow(0, slot->offset, slot->numel));
+    }
+    residual_.copy_(working_);
+  }
+
+ private:
+  at::Tensor residual_;
+  at::Tensor working_;
+  std::vector<const ops::SlotLayout*> absent_;
+};
+
 // Zeroes what lies between items: a codec may decode zeros to something else, and would be given
 // that again.
 void clear_gaps(const std::vector<ops::Item>& items, const at::Tensor& flat) {
@@ -66,7 +102,7 @@ class FlatCoder final : public Coder {
     const at::NoGradGuard no_grad;
     const at::Tensor flat = buffer(payload.device());
     ops::pack(items, flat, how.scale);
-    const ops::Feedback feedback(items, residual);
+    const Feedback feedback(items, residual);
     const at::Tensor& kept = feedback.working();
     if (kept.defined()) flat.add_(kept);
     clear_gaps(items, flat);
@@ -139,6 +175,77 @@ class FlatCoder final : public Coder {
   at::Tensor flat_;
 };
 
+// Sparsification: of a bucket's elements those of largest magnitude travel, with their positions.
+//
+//   | positions, int32 [k] | values, fp32 [k] |
+//
+// The whole bucket is one chunk, and every rank sums what all ranks sent: the sum of N sparse
+// vectors has up to N k elements, so coding it again would lose most of it. Stich et al.,
+// "Sparsified SGD with memory", 2018; Lin et al., "Deep gradient compression", 2018.
+class TopKCoder final : public Coder {
+ public:
+  TopKCoder(const ops::CodePlan& plan, int64_t kept) : plan_(plan), kept_(kept) {
+    FS_ASSERT(plan.numel == plan.layout.chunk_numel, "top-k takes a bucket as one chunk");
+    FS_ASSERT(8 * kept <= plan.layout.chunk_bytes, "no room for ", kept, " elements");
+  }
+
+  void encode(const std::vector<ops::Item>& items, const at::Tensor& residual,
+              const at::Tensor& payload, const ops::Encoding& how) override {
+    const at::NoGradGuard no_grad;
+    const at::Tensor flat = buffer(payload.device());
+    ops::pack(items, flat, how.scale);
+    const Feedback feedback(items, residual);
+    if (residual.defined()) flat.add_(feedback.working());
+    const Terms terms = terms_of(payload, how.source);
+    ops::select_largest(flat, terms.positions);
+    terms.values.copy_(at::index_select(flat, 0, terms.positions));
+    if (!residual.defined()) return;
+    flat.index_add_(0, terms.positions, terms.values, -1);
+    ops::keep_finite(flat, feedback.working());
+    feedback.commit();
+  }
+
+  void reduce(const at::Tensor& /*received*/, const at::Tensor& /*result*/,
+              const at::Tensor& /*residual*/, int64_t /*first*/, uint64_t /*seed*/) override {
+    FS_ASSERT(false, "sparse sums are not coded again");
+  }
+
+  // One rank after the other, each with distinct positions: every rank gets the same bits.
+  void decode(const std::vector<ops::Item>& items, const at::Tensor& payload,
+              int32_t sources) override {
+    const at::NoGradGuard no_grad;
+    const at::Tensor flat = buffer(payload.device());
+    flat.zero_();
+    for (int32_t source = 0; source < sources; ++source) {
+      const Terms terms = terms_of(payload, source);
+      flat.index_add_(0, terms.positions, terms.values);
+    }
+    ops::unpack(items, flat, 1.0, false);
+  }
+
+ private:
+  struct Terms {
+    at::Tensor positions;
+    at::Tensor values;
+  };
+
+  Terms terms_of(const at::Tensor& payload, int64_t source) const {
+    const at::Tensor chunk =
+        payload.narrow(0, source * plan_.layout.chunk_bytes, plan_.layout.chunk_bytes);
+    return {chunk.narrow(0, 0, 4 * kept_).view(at::kInt),
+            chunk.narrow(0, 4 * kept_, 4 * kept_).view(at::kFloat)};
+  }
+
+  at::Tensor buffer(at::Device device) {
+    if (!flat_.defined()) flat_ = ops::make_flat(plan_.numel, at::kFloat, device);
+    return flat_;
+  }
+
+  ops::CodePlan plan_;
+  int64_t kept_;
+  at::Tensor flat_;  // padding between slots stays zero
+};
+
 }  // namespace
 
 void Coder::decode_part(const std::vector<ops::Item>& /*items*/, const at::Tensor& /*payload*/,
@@ -153,6 +260,10 @@ std::shared_ptr<Coder> make_block_coder(const ops::CodePlan& plan) {
 std::shared_ptr<Coder> make_flat_coder(std::shared_ptr<Codec> codec, const ops::CodePlan& plan,
                                        int64_t coded_bytes) {
   return std::make_shared<FlatCoder>(std::move(codec), plan, coded_bytes);
+}
+
+std::shared_ptr<Coder> make_topk_coder(const ops::CodePlan& plan, int64_t kept) {
+  return std::make_shared<TopKCoder>(plan, kept);
 }
 
 }  // namespace fastsync::engine

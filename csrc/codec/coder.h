@@ -48,4 +48,7 @@ class Codec {
 std::shared_ptr<Coder> make_flat_coder(std::shared_ptr<Codec> codec, const ops::CodePlan& plan,
                                        int64_t coded_bytes);
 
+// Sparsification: sends the `kept` elements of largest magnitude. plan.numel is one chunk.
+std::shared_ptr<Coder> make_topk_coder(const ops::CodePlan& plan, int64_t kept);
+
 }  // namespace fastsync::engine

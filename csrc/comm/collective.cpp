@@ -2,13 +2,17 @@
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/cat.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <functional>
+#include <future>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <thread>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
@@ -17,6 +21,7 @@
 #include "../check.h"
 #include "../ops/buffers.h"
 #include "../ops/ops.h"
+#include "worker.h"
 
 namespace fastsync::comm {
 namespace {
@@ -83,31 +88,13 @@ class WorkInFlight final : public CalledByWait<> {
     if (tidings_.timeout) return ends_within(time);
     if (work_->isCompleted()) return true;
     if (time.count() == 0 || !can_be_asked()) return false;
-    if (!completion_) watch();
-    return completion_->happens_within(time);
+    if (!completed_.valid()) watch();
+    return completed_.wait_for(time) == std::future_status::ready;
   }
 
   bool can_be_asked() const override { return tidings_.by_future || tidings_.timeout; }
 
  private:
-  class Completion {
-   public:
-    void happen() {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      happened_ = true;
-      changed_.notify_all();
-    }
-    bool happens_within(std::chrono::milliseconds time) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      return changed_.wait_for(lock, time, [this] { return happened_; });
-    }
-
-   private:
-    std::mutex mutex_;
-    std::condition_variable changed_;
-    bool happened_ = false;
-  };
-
   bool ends_within(std::chrono::milliseconds time) {
     constexpr std::chrono::microseconds kPause{50};
     const auto asked = Clock::now();
@@ -123,12 +110,13 @@ class WorkInFlight final : public CalledByWait<> {
 
   // Backends without futures tell the end by wait() alone.
   void watch() {
-    completion_ = std::make_shared<Completion>();
+    const auto completion = std::make_shared<std::promise<void>>();
+    completed_ = completion->get_future();
     try {
       work_->getFuture()->addCallback(
-          [completion = completion_](c10::ivalue::Future&) { completion->happen(); });
+          [completion](c10::ivalue::Future&) { completion->set_value(); });
     } catch (const c10::Error&) {
-      completion_->happen();
+      completion->set_value();
     }
   }
 
@@ -136,7 +124,291 @@ class WorkInFlight final : public CalledByWait<> {
   c10::intrusive_ptr<c10d::Work> work_;
   const Tidings tidings_;
   const Clock::time_point started_ = Clock::now();
-  std::shared_ptr<Completion> completion_;  // null: not asked for
+  std::future<void> completed_;  // invalid: not asked for
+};
+
+class Exchange;
+
+// Exchanges of this process that are still referenced. Never destroyed: the thread of a hanging one
+// runs longer than main().
+class UnderWay {
+ public:
+  static UnderWay& of_process() {
+    static UnderWay* const under_way = new UnderWay;
+    return *under_way;
+  }
+  void add(Exchange* exchange) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    exchanges_.insert(exchange);
+  }
+  void remove(Exchange* exchange) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    exchanges_.erase(exchange);
+  }
+  void abort();
+
+ private:
+  std::mutex mutex_;
+  std::set<Exchange*> exchanges_;
+};
+
+// [Note: announce first]
+// Gloo sends once the receiver has announced that it is ready, and what a rank writes to another
+// leaves in order. If both of two ranks first sent, the announcement of the later one would stand
+// behind all its data: the two directions would take turns. Gloo's own collectives do that, and
+// ranks hardly ever start at the same moment. So a rank posts all receives before its first send.
+class Exchange {
+ public:
+  // Messages of the ranks after this one come first, so that all ranks are busy.
+  Exchange(c10::intrusive_ptr<c10d::Backend> backend, std::vector<Message> received,
+           std::vector<Message> sent, int tag)
+      : backend_(std::move(backend)),
+        received_(std::move(received)),
+        sent_(std::move(sent)),
+        tag_(tag) {
+    const int ranks = backend_->getSize();
+    const int self = backend_->getRank();
+    const auto by_distance = [](std::vector<Message>& messages, const auto& distance) {
+      std::stable_sort(messages.begin(), messages.end(), [&](const Message& a, const Message& b) {
+        return distance(a.rank) < distance(b.rank);
+      });
+    };
+    by_distance(received_, [=](int rank) { return (self + ranks - rank) % ranks; });
+    by_distance(sent_, [=](int rank) { return (rank + ranks - self) % ranks; });
+    UnderWay::of_process().add(this);
+  }
+  ~Exchange() { UnderWay::of_process().remove(this); }
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
+
+  // Blocks while sockets take bytes. The group's functions would go through torch's dispatcher, for
+  // each message.
+  void start() {
+    for (const Message& message : received_) {
+      std::vector<at::Tensor> part{message.tensor};
+      keep(backend_->recv(part, message.rank, tag_));
+    }
+    for (const Message& message : sent_) {
+      std::vector<at::Tensor> part{message.tensor};
+      keep(backend_->send(part, message.rank, tag_));
+    }
+  }
+
+  void wait() {
+    for (const auto& work : works_) work->wait();
+  }
+
+  // Ends all waits.
+  void abort() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& work : works_) work->abort();
+  }
+
+ private:
+  void keep(c10::intrusive_ptr<c10d::Work> work) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    works_.push_back(std::move(work));
+  }
+
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  std::vector<Message> received_;
+  std::vector<Message> sent_;
+  int tag_;
+  std::mutex mutex_;  // of what follows, until all have started
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
+void UnderWay::abort() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (Exchange* const exchange : exchanges_) exchange->abort();
+}
+
+// Threads on which exchanges are started and, where the caller asks without waiting, waited for.
+class ExchangeThreads {
+ public:
+  Worker& starter() { return starter_; }
+  Worker& waiter() {
+    std::call_once(waits_, [this] { waiter_ = std::make_unique<Worker>(); });
+    return *waiter_;
+  }
+
+ private:
+  Worker starter_;
+  std::once_flag waits_;
+  std::unique_ptr<Worker> waiter_;
+};
+
+class ExchangeInFlight final : public InFlight {
+ public:
+  ExchangeInFlight(std::shared_ptr<Exchange> exchange, std::shared_ptr<ExchangeThreads> threads)
+      : exchange_(std::move(exchange)), threads_(std::move(threads)) {
+    started_ = threads_->starter().submit([exchange = exchange_] {
+      exchange->start();
+      return false;
+    });
+  }
+
+  // An exchange without a waiter must still receive its messages, or the next one would.
+  ~ExchangeInFlight() override {
+    if (!waited_) watch();
+  }
+  ExchangeInFlight(const ExchangeInFlight&) = delete;
+  ExchangeInFlight& operator=(const ExchangeInFlight&) = delete;
+
+  at::Tensor wait() override {
+    waited_ = true;
+    if (watched_) {
+      watched_->wait();
+    } else {
+      started_->wait();
+      exchange_->wait();
+    }
+    return {};
+  }
+
+  void on_done(std::function<void()> fn) override {
+    watch();
+    watched_->on_done(std::move(fn));
+  }
+
+  // Messages cannot be queried. Another thread waits for them, once the caller wants to know.
+  bool is_done_within(std::chrono::milliseconds time) override {
+    watch();
+    return watched_->is_done_within(time);
+  }
+
+  bool can_be_asked() const override { return true; }
+
+ private:
+  void watch() {
+    if (watched_) return;
+    watched_ = threads_->waiter().submit([exchange = exchange_, started = started_] {
+      started->wait();
+      exchange->wait();
+      return false;
+    });
+  }
+
+  std::shared_ptr<Exchange> exchange_;
+  std::shared_ptr<ExchangeThreads> threads_;
+  std::shared_ptr<Ticket> started_;
+  std::shared_ptr<Ticket> watched_;
+  bool waited_ = false;
+};
+
+// Data that arrives in equal parts. Both buffers are of `pool`, and go back there.
+class Received final : public Incoming {
+ public:
+  Received(std::unique_ptr<InFlight> arriving, at::Tensor received, at::Tensor sent, int64_t parts,
+           std::shared_ptr<ops::BufferPool> pool)
+      : arriving_(std::move(arriving)),
+        received_(std::move(received)),
+        sent_(std::move(sent)),
+        pool_(std::move(pool)) {
+    const int64_t each = received_.numel() / parts;
+    for (int64_t i = 0; i < parts; ++i) parts_.push_back(ops::run_of(received_, i * each, each));
+  }
+  ~Received() override { end(/*in_flight=*/true); }
+  Received(const Received&) = delete;
+  Received& operator=(const Received&) = delete;
+
+  at::Tensor wait() override { return arriving_->wait(); }
+  void on_done(std::function<void()> fn) override { arriving_->on_done(std::move(fn)); }
+  bool is_done_within(std::chrono::milliseconds time) override {
+    return arriving_->is_done_within(time);
+  }
+  bool can_be_asked() const override { return arriving_->can_be_asked(); }
+
+  const std::vector<at::Tensor>& parts() const override { return parts_; }
+  void release() override {
+    parts_.clear();
+    end(/*in_flight=*/false);
+  }
+
+ private:
+  void end(bool in_flight) {
+    pool_->end(std::exchange(received_, at::Tensor()), in_flight);
+    pool_->end(std::exchange(sent_, at::Tensor()), in_flight);
+  }
+
+  std::unique_ptr<InFlight> arriving_;
+  at::Tensor received_;
+  at::Tensor sent_;
+  std::shared_ptr<ops::BufferPool> pool_;
+  std::vector<at::Tensor> parts_;
+};
+
+using GatherRows =
+    std::function<std::unique_ptr<InFlight>(const at::Tensor& gathered, const at::Tensor& mine)>;
+
+constexpr int64_t kDense = -1;  // in place of a number of rows
+
+// Sums sparse gradients by an all-gather of their rows. `rows`: coalesced; undefined if this rank
+// has a dense tensor. wait() returns the sum. It calls `dense`, on all ranks, if the tensor of any
+// rank is dense. `gather`: an all-gather over so many ranks.
+//
+// [Note: sparse sums over Gloo]
+// Gloo's threads note the name of the work that they have completed in one string of their process
+// group, and take no lock. "_ALLREDUCE_SPARSE" is the only name that does not fit into the string
+// itself: a thread that completes another work at the same moment then writes to memory that the
+// first has freed. So the rows are gathered and summed here: first their numbers, and, when the sum
+// is asked for, the rows, padded to the largest number.
+//
+// The numbers also say which ranks have a dense tensor instead, as where one rank alone ties an
+// embedding to a linear layer. Then all ranks send a dense one.
+class RowsInFlight final : public CalledByWait<> {
+ public:
+  RowsInFlight(const at::Tensor& rows, SendDense dense, int64_t ranks, GatherRows gather)
+      : rows_(rows),
+        dense_(std::move(dense)),
+        counts_(ops::make_scratch({ranks}, at::kLong, at::kCPU)),
+        gather_(std::move(gather)) {
+    const at::Tensor count = ops::make_zeros({1}, at::kLong, at::kCPU);
+    *count.mutable_data_ptr<int64_t>() = rows.defined() ? rows.indices().size(1) : kDense;
+    counting_ = gather_(counts_, count);
+  }
+
+  at::Tensor wait() override {
+    const at::NoGradGuard no_grad;
+    counting_->wait();
+    const int64_t* counts = counts_.const_data_ptr<int64_t>();
+    const bool any_dense =
+        std::find(counts, counts + counts_.numel(), kDense) != counts + counts_.numel();
+    const at::Tensor sum = any_dense ? dense_()->wait() : sum_of_rows(counts);
+    call();
+    return sum;
+  }
+
+ private:
+  at::Tensor sum_of_rows(const int64_t* counts) const {
+    const int64_t most = *std::max_element(counts, counts + counts_.numel());
+    if (most == 0) return rows_;
+    const at::Tensor positions = everyones(rows_.indices().t(), counts, most).t();
+    const at::Tensor values = everyones(rows_.values(), counts, most);
+    return at::_sparse_coo_tensor_unsafe(positions, values, rows_.sizes()).coalesce();
+  }
+
+  // Along the first dimension, rank by rank.
+  at::Tensor everyones(const at::Tensor& mine, const int64_t* counts, int64_t most) const {
+    std::vector<int64_t> sizes = mine.sizes().vec();
+    sizes.front() = most;
+    const at::Tensor padded = ops::make_zeros(sizes, mine.scalar_type(), mine.device());
+    padded.narrow(0, 0, mine.size(0)).copy_(mine);
+    sizes.front() = most * counts_.numel();
+    const at::Tensor gathered = ops::make_scratch(sizes, mine.scalar_type(), mine.device());
+    gather_(gathered, padded)->wait();
+    std::vector<at::Tensor> parts;
+    for (int64_t r = 0; r < counts_.numel(); ++r) {
+      parts.push_back(gathered.narrow(0, r * most, counts[r]));
+    }
+    return at::cat(parts);
+  }
+
+  at::Tensor rows_;
+  SendDense dense_;
+  at::Tensor counts_;
+  GatherRows gather_;
+  std::unique_ptr<InFlight> counting_;
 };
 
 // torch 2.13 gave these collectives other names and deprecated the old ones. Overloads with `int`
@@ -231,10 +503,11 @@ class ProcessGroupCollective final : public Collective {
     if (!has_messages(device)) {
       return Collective::all_reduce_rows(rows, std::move(dense), device);
     }
-    return sum_sparse_rows(rows, std::move(dense), size(),
-                           [group = group_](const at::Tensor& gathered, const at::Tensor& mine) {
-                             return gather_by_backend(*group, gathered, mine);
-                           });
+    return std::make_unique<RowsInFlight>(
+        rows, std::move(dense), size(),
+        [group = group_](const at::Tensor& gathered, const at::Tensor& mine) {
+          return gather_by_backend(*group, gathered, mine);
+        });
   }
 
   std::unique_ptr<InFlight> all_to_all(const at::Tensor& received,
@@ -253,7 +526,8 @@ class ProcessGroupCollective final : public Collective {
                                           const std::shared_ptr<ops::BufferPool>& pool) override {
     const at::Tensor received = pool->take(sent.numel(), sent.scalar_type(), sent.device());
     try {
-      return incoming_in(send_to_others(received, sent), {received, sent}, size() - 1, pool);
+      return std::make_shared<Received>(send_to_others(received, sent), received, sent, size() - 1,
+                                        pool);
     } catch (...) {
       pool->forget(received);
       throw;
@@ -285,8 +559,10 @@ class ProcessGroupCollective final : public Collective {
   std::unique_ptr<InFlight> exchange(std::vector<Message> received, std::vector<Message> sent,
                                      int tag) override {
     if (!threads_) threads_ = std::make_shared<ExchangeThreads>();
-    return exchange_messages(group_->getBackend(at::kCPU), std::move(received), std::move(sent),
-                             tag, threads_);
+    return std::make_unique<ExchangeInFlight>(
+        std::make_shared<Exchange>(group_->getBackend(at::kCPU), std::move(received),
+                                   std::move(sent), tag),
+        threads_);
   }
 
  private:
@@ -316,14 +592,10 @@ class ProcessGroupCollective final : public Collective {
                  [&] { return all_to_all_on(*group_, out, in, splits, 0); });
   }
 
-  static at::Tensor part_of(const at::Tensor& flat, int64_t begin, int64_t numel) {
-    return ops::view_of(flat, ops::SlotLayout::run(begin, numel), flat.scalar_type());
-  }
-
   std::vector<at::Tensor> equal_parts(const at::Tensor& flat) const {
     const int64_t each = flat.numel() / size();
     std::vector<at::Tensor> parts;
-    for (int64_t r = 0; r < size(); ++r) parts.push_back(part_of(flat, r * each, each));
+    for (int64_t r = 0; r < size(); ++r) parts.push_back(ops::run_of(flat, r * each, each));
     return parts;
   }
 
@@ -332,13 +604,13 @@ class ProcessGroupCollective final : public Collective {
     std::vector<at::Tensor> parts;
     for (int64_t r = 0, begin = 0; r < size(); ++r) {
       const int64_t numel = r == rank() ? 0 : each;
-      parts.push_back(part_of(flat, begin, numel));
+      parts.push_back(ops::run_of(flat, begin, numel));
       begin += numel;
     }
     return parts;
   }
 
-  // See [Note: announce first] in messages.h. Gloo's all-gather moreover receives into a temporary
+  // See [Note: announce first]. Gloo's all-gather moreover receives into a temporary
   // of its own and copies that.
   std::unique_ptr<InFlight> exchange_parts(std::vector<at::Tensor> parts,
                                            std::vector<at::Tensor> sent, int tag = kTag) {
@@ -346,7 +618,7 @@ class ProcessGroupCollective final : public Collective {
     const auto self = static_cast<size_t>(rank());
     const at::Tensor& own = sent[self];
     if (parts[self].const_data_ptr() != own.const_data_ptr()) {
-      parts[self].copy_(part_of(own, 0, own.numel()));
+      parts[self].copy_(ops::run_of(own, 0, own.numel()));
     }
     std::vector<Message> from;
     std::vector<Message> to;
@@ -409,6 +681,10 @@ Communicator communicator_of(const std::string& group_name, at::Device device) {
   return communicator_in(c10d::resolve_process_group(group_name), device);
 }
 
+void leave_pipelines(std::chrono::milliseconds timeout) {
+  Worker::leave_all(timeout, [] { UnderWay::of_process().abort(); });
+}
+
 void probe_links(Collective& group, at::Device device, LinkKinds kinds) {
   const auto probe = [](const char* what, const auto& start) {
     try {
@@ -417,10 +693,11 @@ void probe_links(Collective& group, at::Device device, LinkKinds kinds) {
       throw std::runtime_error(concat(what, ": ", error.what()));
     }
   };
-  const at::Tensor everyones = ops::make_bytes(group.size(), device);
-  const at::Tensor all = ops::make_bytes(group.size(), device);
+  const at::Tensor everyones = ops::make_flat(group.size(), at::kByte, device);
+  const at::Tensor all = ops::make_flat(group.size(), at::kByte, device);
   if (kinds.all_to_all) probe("all-to-all", [&] { return group.all_to_all(everyones, all); });
-  probe("all-gather", [&] { return group.all_gather(everyones, ops::make_bytes(1, device)); });
+  const at::Tensor one = ops::make_flat(1, at::kByte, device);
+  probe("all-gather", [&] { return group.all_gather(everyones, one); });
   if (!kinds.reduce_scatter) return;
   const at::Tensor mine = ops::make_flat(1, at::kFloat, device);
   const at::Tensor theirs = ops::make_flat(group.size(), at::kFloat, device);

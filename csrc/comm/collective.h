@@ -7,17 +7,32 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "../ops/pool.h"
 #include "communicator.h"
 #include "in_flight.h"
-#include "incoming.h"
-#include "messages.h"
-#include "sparse_rows.h"
 
 namespace fastsync::comm {
+
+// A contiguous tensor that goes to a rank, or is to come from it.
+struct Message {
+  int rank = 0;
+  at::Tensor tensor;
+};
+
+// So many elements, from a rank.
+struct Expected {
+  int rank = 0;
+  int64_t numel = 0;
+};
+
+// Sends a rank's tensor as a dense one.
+using SendDense = std::function<std::unique_ptr<InFlight>()>;
 
 class Collective {
  public:
@@ -111,5 +126,9 @@ struct LinkKinds {
 // Runs each, and an all-gather, with a few bytes. Throws what the backend throws, after the
 // collective's name.
 void probe_links(Collective& group, at::Device device, LinkKinds kinds);
+
+// See [Note: the end of a process] in worker.h: aborts the exchanges that are under way, and has
+// all workers left.
+void leave_pipelines(std::chrono::milliseconds timeout);
 
 }  // namespace fastsync::comm

@@ -7,10 +7,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <vector>
 
-#include "collective.h"
+#include "in_flight.h"
 
 namespace fastsync::comm {
 
@@ -30,13 +31,7 @@ struct HookBucket {
   std::vector<HookSlot> slots;
 };
 
-class Hook {
- public:
-  virtual ~Hook() = default;
-
-  // Calls the hook. The tensor that wait() returns holds the reduced gradients in the bucket's
-  // layout.
-  virtual std::unique_ptr<InFlight> run(const HookBucket& bucket) = 0;
-};
+// Calls the hook. What wait() returns holds the reduced gradients in the bucket's layout.
+using Hook = std::function<std::unique_ptr<InFlight>(const HookBucket& bucket)>;
 
 }  // namespace fastsync::comm

@@ -1,8 +1,6 @@
 // c10d::Backend has no Python subclasses, and a ProcessGroup written in Python lacks what C++ calls
 // by other names than Python does. So this is a backend like any other, and what it is asked for
 // goes to an object of Python's.
-#include "host_backend.h"
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -18,6 +16,8 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
+
+#include "python.h"
 
 namespace py = pybind11;
 

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <utility>
+#include <vector>
 
 namespace fastsync::comm {
 
@@ -46,6 +47,17 @@ class SharedInFlight final : public InFlight {
 
  private:
   std::shared_ptr<InFlight> held_;
+};
+
+// Data of other ranks for this one, in memory that it reads for a while: theirs, or a buffer that
+// messages arrive in. Neither end waits for another rank: that of release(), nor that of one which
+// never was given back.
+class Incoming : public InFlight {
+ public:
+  // After wait(): equal parts, from each other rank, in their order; or those that were expected.
+  virtual const std::vector<at::Tensor>& parts() const = 0;
+  // They are not read any more.
+  virtual void release() = 0;
 };
 
 // Base of work whose end only wait() reports: it calls what on_done() was given. `Base` is or

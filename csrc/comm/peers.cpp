@@ -20,6 +20,7 @@
 
 #include "../check.h"
 #include "thread_name.h"
+#include "words.h"
 
 namespace fastsync::comm {
 namespace {
@@ -116,20 +117,6 @@ int call(const PeerAddress& address, std::chrono::milliseconds lost_after) {
   }
   close(fd);
   return -1;
-}
-
-template <typename T>
-std::string bytes_of(const T& value) {
-  return {reinterpret_cast<const char*>(&value), sizeof value};
-}
-
-template <typename T>
-T value_at(const std::string& bytes, size_t offset) {
-  T value{};
-  if (offset + sizeof value <= bytes.size()) {
-    std::memcpy(&value, bytes.data() + offset, sizeof value);
-  }
-  return value;
 }
 
 // A length, a kind, a body.

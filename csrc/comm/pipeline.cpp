@@ -13,8 +13,6 @@
 namespace fastsync::comm {
 namespace {
 
-using Groups = std::vector<std::shared_ptr<Collective>>;
-
 class OnWorker final : public InFlight {
  public:
   explicit OnWorker(std::shared_ptr<Ticket> ticket) : ticket_(std::move(ticket)) {}
@@ -35,7 +33,7 @@ class OnWorker final : public InFlight {
 
 class OnStream final : public InFlight {
  public:
-  OnStream(std::shared_ptr<Stages> stages, c10::Stream stream)
+  OnStream(Stages stages, c10::Stream stream)
       : stages_(std::move(stages)), stream_(stream), done_(stream.device_type()) {
     done_.record(stream);
   }
@@ -64,31 +62,10 @@ class OnStream final : public InFlight {
   }
 
  private:
-  std::shared_ptr<Stages> stages_;
+  Stages stages_;  // which holds buffers
   c10::Stream stream_;
   c10::Event done_;
   bool waited_ = false;
-};
-
-// The stages after the first one, which is under way.
-class RemainingStages {
- public:
-  RemainingStages(std::shared_ptr<Stages> stages, std::unique_ptr<InFlight> first,
-                  const Groups& groups)
-      : stages_(std::move(stages)), current_(std::move(first)), groups_(groups) {}
-
-  bool step() {
-    current_->wait();
-    ++index_;
-    current_ = stages_->start(index_, *groups_[std::min(index_, groups_.size() - 1)]);
-    return current_ != nullptr;
-  }
-
- private:
-  std::shared_ptr<Stages> stages_;
-  std::unique_ptr<InFlight> current_;
-  Groups groups_;
-  size_t index_ = 0;
 };
 
 class AllOf final : public InFlight {
@@ -134,22 +111,27 @@ std::unique_ptr<InFlight> all_of(std::vector<std::unique_ptr<InFlight>> parts) {
   return std::make_unique<AllOf>(std::move(parts));
 }
 
-std::unique_ptr<InFlight> Pipelines::run(std::shared_ptr<Stages> stages, at::Device device) {
-  FS_ASSERT(stages->count() <= groups_.size(), "a pipeline of ", stages->count(),
-            " stages needs as many ", "process groups, but there are ", groups_.size());
-  return device.is_cpu() ? run_on_worker(std::move(stages)) : run_on_stream(stages, device);
+std::unique_ptr<InFlight> Pipelines::run(size_t count, Stages stages, at::Device device) {
+  FS_ASSERT(count <= groups_.size(), "a pipeline of ", count, " stages needs as many ",
+            "process groups, but there are ", groups_.size());
+  return device.is_cpu() ? run_on_worker(std::move(stages))
+                         : run_on_stream(count, std::move(stages), device);
 }
 
-std::unique_ptr<InFlight> Pipelines::run_on_worker(std::shared_ptr<Stages> stages) {
+std::unique_ptr<InFlight> Pipelines::run_on_worker(Stages stages) {
   if (!worker_) worker_ = std::make_unique<Worker>();
-  auto first = stages->start(0, *groups_.front());
-  const auto remaining =
-      std::make_shared<RemainingStages>(std::move(stages), std::move(first), groups_);
-  return std::make_unique<OnWorker>(worker_->submit([remaining] { return remaining->step(); }));
+  std::shared_ptr<InFlight> first = stages(0, *groups_.front());
+  return std::make_unique<OnWorker>(
+      worker_->submit([stages = std::move(stages), groups = groups_, current = std::move(first),
+                       index = size_t{0}]() mutable {
+        current->wait();
+        ++index;
+        current = stages(index, *groups[std::min(index, groups.size() - 1)]);
+        return current != nullptr;
+      }));
 }
 
-std::unique_ptr<InFlight> Pipelines::run_on_stream(const std::shared_ptr<Stages>& stages,
-                                                   at::Device device) {
+std::unique_ptr<InFlight> Pipelines::run_on_stream(size_t count, Stages stages, at::Device device) {
   const c10::impl::VirtualGuardImpl backend(device.type());
   while (streams_.size() < kStreams) {
     streams_.push_back(backend.getStreamFromGlobalPool(device, /*isHighPriority=*/true));
@@ -159,12 +141,12 @@ std::unique_ptr<InFlight> Pipelines::run_on_stream(const std::shared_ptr<Stages>
   packed.record(backend.getStream(device));
   packed.block(stream);
   const c10::StreamGuard on_stream(stream);
-  for (size_t i = 0; i <= stages->count(); ++i) {
-    const auto current = stages->start(i, *groups_[std::min(i, groups_.size() - 1)]);
+  for (size_t i = 0; i <= count; ++i) {
+    const auto current = stages(i, group(i));
     if (!current) break;
     current->wait();
   }
-  return std::make_unique<OnStream>(stages, stream);
+  return std::make_unique<OnStream>(std::move(stages), stream);
 }
 
 }  // namespace fastsync::comm

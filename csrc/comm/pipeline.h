@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -19,17 +20,9 @@
 
 namespace fastsync::comm {
 
-// The collectives of one bucket.
-class Stages {
- public:
-  virtual ~Stages() = default;
-
-  // Starts stage `index` on `groups[index]`, after the one before it is done; nullptr: there is
-  // none, and all is done.
-  virtual std::unique_ptr<InFlight> start(size_t index, Collective& group) = 0;
-  // How many stages start() will start.
-  virtual size_t count() const = 0;
-};
+// The collectives of one bucket: starts stage `index` on `group`, after the one before it is done;
+// nullptr: there is none, and all is done.
+using Stages = std::function<std::unique_ptr<InFlight>(size_t index, Collective& group)>;
 
 // Ends when all of them have, with the result of the first; at once where there are none.
 std::unique_ptr<InFlight> all_of(std::vector<std::unique_ptr<InFlight>> parts);
@@ -41,16 +34,15 @@ class Pipelines {
       : groups_(std::move(groups)) {}
 
   // See Collective::leaving().
-  int64_t leaving(size_t stage, int64_t bytes) const {
-    return groups_[std::min(stage, groups_.size() - 1)]->leaving(bytes);
-  }
+  int64_t leaving(size_t stage, int64_t bytes) const { return group(stage).leaving(bytes); }
 
-  // Starts the first stage at once. The InFlight ends when all stages are through.
-  std::unique_ptr<InFlight> run(std::shared_ptr<Stages> stages, at::Device device);
+  // Starts the first of `count` stages at once. The InFlight ends when all stages are through.
+  std::unique_ptr<InFlight> run(size_t count, Stages stages, at::Device device);
 
  private:
-  std::unique_ptr<InFlight> run_on_worker(std::shared_ptr<Stages> stages);
-  std::unique_ptr<InFlight> run_on_stream(const std::shared_ptr<Stages>& stages, at::Device device);
+  std::unique_ptr<InFlight> run_on_worker(Stages stages);
+  std::unique_ptr<InFlight> run_on_stream(size_t count, Stages stages, at::Device device);
+  Collective& group(size_t stage) const { return *groups_[std::min(stage, groups_.size() - 1)]; }
 
   std::vector<std::shared_ptr<Collective>> groups_;
   static constexpr size_t kStreams = 2;

@@ -1,5 +1,3 @@
-#include "python_hook.h"
-
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 
 #include <future>
@@ -10,6 +8,7 @@
 
 #include "../check.h"
 #include "../ops/buffers.h"
+#include "python.h"
 
 namespace fastsync::comm {
 namespace {
@@ -73,23 +72,13 @@ c10d::GradBucket grad_bucket(const HookBucket& bucket) {
                           parameters, std::nullopt);
 }
 
-class PythonHook final : public Hook {
- public:
-  PythonHook(pybind11::object state, pybind11::object hook)
-      : hook_(std::make_shared<c10d::PythonCommHook>(std::move(state), std::move(hook))) {}
-
-  std::unique_ptr<InFlight> run(const HookBucket& bucket) override {
-    return std::make_unique<HookInFlight>(hook_, grad_bucket(bucket));
-  }
-
- private:
-  std::shared_ptr<c10d::CommHookInterface> hook_;
-};
-
 }  // namespace
 
-std::unique_ptr<Hook> make_python_hook(pybind11::object state, pybind11::object hook) {
-  return std::make_unique<PythonHook>(std::move(state), std::move(hook));
+Hook make_python_hook(pybind11::object state, pybind11::object hook) {
+  const auto made = std::make_shared<c10d::PythonCommHook>(std::move(state), std::move(hook));
+  return [made](const HookBucket& bucket) {
+    return std::make_unique<HookInFlight>(made, grad_bucket(bucket));
+  };
 }
 
 }  // namespace fastsync::comm

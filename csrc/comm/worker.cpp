@@ -93,6 +93,7 @@ void Ticket::finish(std::exception_ptr error) {
     const std::lock_guard<std::mutex> lock(mutex_);
     error_ = std::move(error);
     fn = std::exchange(on_done_, nullptr);
+    done_ = !fn;
   }
   if (fn) fn();
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -18,7 +18,7 @@
 //   kLongest later  a process whose script has not come back is ended, as the watchdogs of backends
 //                   do at their timeouts.
 //
-// With elastic training the host waits instead (reducer_elastic.cpp). A captured step cannot be
+// With elastic training the host waits instead (reducer/survival.h). A captured step cannot be
 // followed.
 #pragma once
 
@@ -35,7 +35,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "fault/expected_collective.h"
+#include "fault/fault_events.h"
 
 namespace fastsync::engine {
 

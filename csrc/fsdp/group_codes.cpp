@@ -2,10 +2,8 @@
 
 #include <utility>
 
-#include "ops/buffers.h"
-#include "ops/codec_ops.h"
-#include "reducer/item_list.h"
-#include "transport/code_buffers.h"
+#include "ops/ops.h"
+#include "transport/coding.h"
 
 namespace fastsync::engine {
 
@@ -14,7 +12,7 @@ UnitCodes::UnitCodes(const CodedSpec& spec, std::shared_ptr<comm::Collective> ra
     : codes_(spec, ranks->size(), device), ranks_(std::move(ranks)), device_(device), tag_(tag) {}
 
 at::Tensor UnitCodes::chunk(const at::Tensor& chunks, int rank) const {
-  return run_of(chunks, rank * spec().chunk_bytes, spec().chunk_bytes);
+  return ops::run_of(chunks, rank * spec().chunk_bytes, spec().chunk_bytes);
 }
 
 // One message to each rank: `same` for all, or its own chunk.
@@ -47,11 +45,7 @@ void UnitCodes::decode(const std::vector<ops::Item>& items, const at::Tensor& ch
 void UnitCodes::encode(const std::vector<ops::Item>& items, const std::vector<float>& used,
                        const at::Tensor& chunks, const ops::Encoding& how) const {
   codes_.encode(items, at::Tensor(), chunks, how);
-  const at::Tensor flags = ops::make_zeros({spec().flags_per_chunk}, at::kFloat, device_);
-  ItemList list;
-  for (size_t i = 0; i < used.size(); ++i) list.add_run({}, static_cast<int64_t>(i), 1, used[i]);
-  list.pack(flags, 1.0);
-  codes_.encode_flags(flags, 0, chunks);
+  codes_.encode_flags(flags_on(device_, used, spec().flags_per_chunk), 0, chunks);
 }
 
 std::unique_ptr<comm::InFlight> UnitCodes::scatter(const at::Tensor& received,

@@ -25,8 +25,7 @@
 
 #include "comm/collective.h"
 #include "ops/items.h"
-#include "transport/coded_spec.h"
-#include "transport/region_codes.h"
+#include "transport/codes.h"
 
 namespace fastsync::engine {
 

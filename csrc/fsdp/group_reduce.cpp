@@ -34,7 +34,7 @@ void Unit::pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& g
   const UnitLayout& layout = reduction.layout;
   const UnitCodes* codes = reduction.codes.get();
   std::vector<float> all_used;
-  ItemList items;
+  ops::ItemList items;
   for (size_t i = 0; i < layout.places.size(); ++i) {
     const UnitPlace& place = layout.places[i];
     at::Tensor gradient = gradients[i];
@@ -59,11 +59,7 @@ void Unit::pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& g
     }
   }
   if (!codes) {
-    for (int r = 0; r < ranks_; ++r) {
-      for (const FlagRun& run : runs_of(all_used, r * layout.packed + layout.flags)) {
-        items.add_run({}, run.layout.offset, run.layout.numel, run.value);
-      }
-    }
+    for (int r = 0; r < ranks_; ++r) add_flags(items, all_used, r * layout.packed + layout.flags);
     return items.pack(reduction.sent, reduction.scale);
   }
   const uint64_t seed = codes->seed_of(reduction.step);
@@ -81,7 +77,7 @@ at::Tensor Unit::chunk_from(const Reduction& reduction, int rank) const {
     if (slot == 0) return reduction.sums;
     --slot;
   }
-  return run_of(reduction.received, slot * reduction.layout.chunk, reduction.layout.chunk);
+  return ops::run_of(reduction.received, slot * reduction.layout.chunk, reduction.layout.chunk);
 }
 
 std::vector<comm::Message> Unit::to_others(const Reduction& reduction) const {
@@ -89,13 +85,13 @@ std::vector<comm::Message> Unit::to_others(const Reduction& reduction) const {
   std::vector<comm::Message> sent;
   for (int r = 0; r < ranks_; ++r) {
     if (r == rank_) continue;
-    sent.push_back({r, run_of(reduction.sent, r * layout.packed, layout.packed)});
+    sent.push_back({r, ops::run_of(reduction.sent, r * layout.packed, layout.packed)});
     for (size_t i = 0; i < layout.places.size(); ++i) {
       const UnitPlace& place = layout.places[i];
       if (!place.direct) continue;
       const UnitShare theirs = share_of(place.member, r);
       if (theirs.numel == 0) continue;
-      sent.push_back({r, run_of(reduction.direct[i], theirs.in_whole.offset, theirs.numel)});
+      sent.push_back({r, ops::run_of(reduction.direct[i], theirs.in_whole.offset, theirs.numel)});
     }
   }
   return sent;
@@ -122,10 +118,10 @@ void Unit::receive_gradients(Reduction& reduction) {
   for (int r = 0; r < ranks_; ++r) {
     if (r == rank_) continue;
     const at::Tensor chunk = chunk_from(reduction, r);
-    received.push_back({r, run_of(chunk, 0, layout.packed)});
+    received.push_back({r, ops::run_of(chunk, 0, layout.packed)});
     for (const UnitPlace& place : layout.places) {
       const int64_t mine = share_of(place.member, rank_).numel;
-      if (place.direct && mine > 0) received.push_back({r, run_of(chunk, place.offset, mine)});
+      if (place.direct && mine > 0) received.push_back({r, ops::run_of(chunk, place.offset, mine)});
     }
   }
   reduction.in_flight =
@@ -220,7 +216,7 @@ void Unit::add_up(Reduction& reduction) const {
       reduction.received.reset();
       return;
     }
-    ItemList items;
+    ops::ItemList items;
     items.add_run(reduction.sums, 0, chunk);
     items.unpack(reduction.received, 1.0, false);
     return;
@@ -241,14 +237,14 @@ void Unit::add_up(Reduction& reduction) const {
 
 void Unit::add_codes(const Reduction& reduction) const {
   const UnitLayout& layout = reduction.layout;
-  ItemList items;
+  ops::ItemList items;
   for (const UnitPlace& place : layout.places) {
     const int64_t numel = share_of(place.member, rank_).numel;
-    items.add_run(run_of(reduction.sums, place.offset, numel), place.offset, numel);
+    items.add_run(ops::run_of(reduction.sums, place.offset, numel), place.offset, numel);
   }
   const auto count = static_cast<int64_t>(layout.places.size());
   reduction.codes->sum(reduction.received, items.items(),
-                       run_of(reduction.sums, layout.flags, count));
+                       ops::run_of(reduction.sums, layout.flags, count));
 }
 
 // The sums already hold this rank's part, unless it waits for its turn.
@@ -277,17 +273,17 @@ void Unit::add_own(Reduction& reduction, bool accumulate) const {
 void Unit::take_own(Reduction& reduction, const at::Tensor& to, const ops::Scale& scale,
                     bool accumulate) const {
   const UnitLayout& layout = reduction.layout;
-  ItemList packed;
-  packed.add_run(run_of(to, 0, layout.packed), rank_ * layout.packed, layout.packed);
+  ops::ItemList packed;
+  packed.add_run(ops::run_of(to, 0, layout.packed), rank_ * layout.packed, layout.packed);
   packed.unpack(reduction.sent, 1.0, accumulate);
   for (size_t i = 0; i < layout.places.size(); ++i) {
     const UnitPlace& place = layout.places[i];
     if (!place.direct) continue;
     const UnitShare mine = share_of(place.member, rank_);
     const at::Tensor gradient = std::exchange(reduction.direct[i], at::Tensor());
-    ItemList items;
-    items.add_run(run_of(to, place.offset, mine.numel), mine.in_whole.offset, mine.numel);
-    items.unpack(run_of(gradient, 0, gradient.numel()), scale, accumulate);
+    ops::ItemList items;
+    items.add_run(ops::run_of(to, place.offset, mine.numel), mine.in_whole.offset, mine.numel);
+    items.unpack(ops::run_of(gradient, 0, gradient.numel()), scale, accumulate);
   }
 }
 
@@ -308,8 +304,8 @@ void Unit::add_part(const Reduction& reduction, const at::Tensor& part, bool acc
 
 void Unit::add_packed(const Reduction& reduction, const at::Tensor& from, bool accumulate) const {
   const int64_t packed = reduction.layout.packed;
-  ItemList items;
-  items.add_run(run_of(reduction.sums, 0, packed), 0, packed);
+  ops::ItemList items;
+  items.add_run(ops::run_of(reduction.sums, 0, packed), 0, packed);
   items.unpack(from, 1.0, accumulate);
 }
 
@@ -317,12 +313,12 @@ void Unit::add_direct(const Reduction& reduction, const at::Tensor& from, bool s
                       bool accumulate) const {
   const UnitLayout& layout = reduction.layout;
   int64_t next = layout.packed;
-  ItemList items;
+  ops::ItemList items;
   for (const UnitPlace& place : layout.places) {
     if (!place.direct) continue;
     const int64_t numel = share_of(place.member, rank_).numel;
-    items.add_run(run_of(reduction.sums, place.offset, numel), side_by_side ? next : place.offset,
-                  numel);
+    items.add_run(ops::run_of(reduction.sums, place.offset, numel),
+                  side_by_side ? next : place.offset, numel);
     next += numel;
   }
   items.unpack(from, reduction.scale, accumulate);
@@ -334,7 +330,7 @@ namespace {
 std::vector<double> uses_of(const UnitLayout& layout, const at::Tensor& sums, bool missed) {
   if (!missed) return std::vector<double>(layout.places.size(), 1.0);
   const auto count = static_cast<int64_t>(layout.places.size());
-  const at::Tensor flags = run_of(sums, layout.flags, count).to(at::kCPU, at::kDouble);
+  const at::Tensor flags = ops::run_of(sums, layout.flags, count).to(at::kCPU, at::kDouble);
   const auto* const values = flags.const_data_ptr<double>();
   return {values, values + count};
 }
@@ -347,13 +343,13 @@ std::vector<at::Tensor> Unit::deliver(const UnitLayout& layout, const at::Tensor
   FS_CHECK_VALUE(before.size() == layout.places.size(), "expects as many gradients as members");
   const std::vector<double> used = uses_of(layout, sums, missed);
   std::vector<at::Tensor> results(layout.places.size());
-  ItemList fresh;
-  ItemList accumulated;
+  ops::ItemList fresh;
+  ops::ItemList accumulated;
   for (size_t i = 0; i < layout.places.size(); ++i) {
     if (used[i] == 0.0) continue;
     const UnitPlace& place = layout.places[i];
     const UnitShare mine = share_of(place.member, rank_);
-    const auto in_sums = compact(place.offset, mine.numel, mine.sizes);
+    const auto in_sums = ops::compact(place.offset, mine.numel, mine.sizes);
     if (before[i].defined()) {
       accumulated.add(before[i], place.offset, in_sums);
       results[i] = before[i];

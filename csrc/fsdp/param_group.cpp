@@ -50,7 +50,7 @@ void Unit::set_name(UnitName name) {
 
 at::Tensor Unit::whole(size_t member) const {
   const UnitMember& its = members_.at(member);
-  return ops::view_of(whole_.flat(), compact(its.whole_offset, its.numel(), its.sizes),
+  return ops::view_of(whole_.flat(), ops::compact(its.whole_offset, its.numel(), its.sizes),
                       dtypes_.compute);
 }
 
@@ -65,7 +65,7 @@ void Unit::set_shard(const at::Tensor& shard, UnitLayout layout) {
 
 // Copies the shares of `rank` to the whole members, from where its chunk begins in `flat`.
 void Unit::fill_from(const at::Tensor& flat, int64_t begin, int rank, bool direct) {
-  ItemList items;
+  ops::ItemList items;
   add_shares(items, begin, rank, direct);
   items.unpack(flat, 1.0, false);
 }
@@ -73,14 +73,14 @@ void Unit::fill_from(const at::Tensor& flat, int64_t begin, int rank, bool direc
 // All shares at once: launches do not grow with the ranks.
 void Unit::fill_from_gathered() {
   allocate();
-  ItemList items;
+  ops::ItemList items;
   for (int r = 0; r < ranks_; ++r) add_shares(items, r * layout_.packed, r, /*direct=*/false);
   items.unpack(staging_, 1.0, false);
 }
 
 void Unit::fill_from_codes() {
   allocate();
-  ItemList items;
+  ops::ItemList items;
   for (int r = 0; r < ranks_; ++r)
     add_shares(items, r * gathered_codes_->chunk_numel(), r, /*direct=*/false);
   gathered_codes_->decode(items.items(), staging_);
@@ -115,7 +115,7 @@ void Unit::fill_from_borrowed() {
   allocate();
   for (int r = 0; r < ranks_; ++r) {
     int64_t next = layout_.packed;
-    ItemList items;
+    ops::ItemList items;
     for (const UnitPlace& place : layout_.places) {
       const UnitShare share = share_of(place.member, r);
       const auto layout = moved(share.in_whole, members_[place.member].whole_offset);
@@ -130,7 +130,7 @@ void Unit::fill_from_borrowed() {
 }
 
 // The shares of `rank` in the whole members.
-void Unit::add_shares(ItemList& items, int64_t begin, int rank, bool direct) const {
+void Unit::add_shares(ops::ItemList& items, int64_t begin, int rank, bool direct) const {
   for (const UnitPlace& place : layout_.places) {
     if (place.direct && !direct) continue;
     const UnitShare share = share_of(place.member, rank);
@@ -143,7 +143,7 @@ void Unit::add_shares(ItemList& items, int64_t begin, int rank, bool direct) con
 at::Tensor Unit::source_of_gather() {
   if (dtypes_.stored == dtypes_.compute) return shard_;
   lowered_ = links_->pool.take(layout_.chunk, dtypes_.compute, device_);
-  ItemList items;
+  ops::ItemList items;
   items.add_run(shard_, 0, layout_.chunk);
   items.pack(lowered_, 1.0);
   return lowered_;
@@ -153,7 +153,7 @@ at::Tensor Unit::allocate() {
   const at::NoGradGuard no_grad;
   const int64_t numel = whole_.flat().numel();
   if (!whole_.has_memory()) whole_.acquire(links_->pool.take(numel, dtypes_.compute, device_));
-  return run_of(whole_.flat(), 0, numel);
+  return ops::run_of(whole_.flat(), 0, numel);
 }
 
 void Unit::start_coded_gather() {
@@ -213,7 +213,7 @@ void Unit::begin_gather() {
 void Unit::add_messages(std::vector<comm::Message>& sent, int rank,
                         const at::Tensor& source) const {
   const auto post = [&](int64_t begin, int64_t numel) {
-    if (numel > 0) sent.push_back({rank, run_of(source, begin, numel)});
+    if (numel > 0) sent.push_back({rank, ops::run_of(source, begin, numel)});
   };
   post(0, layout_.packed);
   for (const UnitPlace& place : layout_.places) {
@@ -227,7 +227,7 @@ void Unit::exchange_shares(const at::Tensor& source) {
   for (int r = 0; r < ranks_; ++r) {
     if (r == rank_) continue;
     const auto expect = [&](const at::Tensor& flat, int64_t begin, int64_t numel) {
-      if (numel > 0) received.push_back({r, run_of(flat, begin, numel)});
+      if (numel > 0) received.push_back({r, ops::run_of(flat, begin, numel)});
     };
     expect(staging_, r * layout_.packed, layout_.packed);
     for (const UnitPlace& place : layout_.places) {

@@ -36,6 +36,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -47,12 +48,50 @@
 #include "comm/worker.h"
 #include "fsdp/group_codes.h"
 #include "fsdp/group_log.h"
-#include "fsdp/sharded_param.h"
-#include "ops/items.h"
+#include "ops/ops.h"
 #include "ops/resizable_storage.h"
-#include "reducer/item_list.h"
 
 namespace fastsync::engine {
+
+// The elements of a member that a rank holds.
+struct UnitShare {
+  ops::SlotLayout in_whole;  // of the member by itself
+  std::vector<int64_t> sizes;
+  int64_t numel = 0;
+};
+
+// A parameter that is sharded over the ranks.
+struct UnitMember {
+  std::vector<int64_t> sizes;
+  int64_t dim = 0;           // along which it is cut
+  int64_t whole_offset = 0;  // of its elements, among those of all whole members
+
+  int64_t numel() const { return product(0, sizes.size()); }
+
+  UnitShare share(int rank, int ranks) const {
+    const auto along = static_cast<size_t>(dim);
+    const int64_t length = sizes[along];
+    const int64_t each = (length + ranks - 1) / ranks;
+    const int64_t begin = std::min(length, rank * each);
+    const int64_t count = std::min(each, length - begin);
+    const int64_t outer = product(0, along);
+    const int64_t inner = product(along + 1, sizes.size());
+    UnitShare share;
+    share.numel = outer * count * inner;
+    share.sizes = sizes;
+    share.sizes[along] = count;
+    share.in_whole = {
+        begin * inner, share.numel, {outer, count, inner}, {length * inner, inner, 1}};
+    return share;
+  }
+
+ private:
+  int64_t product(size_t begin, size_t end) const {
+    int64_t result = 1;
+    for (size_t i = begin; i < end; ++i) result *= sizes[i];
+    return result;
+  }
+};
 
 // State that the units of a model share.
 struct UnitLinks {
@@ -172,7 +211,7 @@ class Unit {
   void fill_from_borrowed();
   void exchange_shares(const at::Tensor& source);
   void tell_when_gathered();
-  void add_shares(ItemList& items, int64_t begin, int rank, bool direct) const;
+  void add_shares(ops::ItemList& items, int64_t begin, int rank, bool direct) const;
   at::Tensor ready_to_send(const at::Tensor& gradient, size_t member) const;
   void pack_gradients(Reduction& reduction, const std::vector<at::Tensor>& gradients) const;
   // Returns the elements in the message with the shares of `rank` alone.

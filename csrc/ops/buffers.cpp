@@ -27,12 +27,6 @@ at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device) {
   return make_zeros({numel}, dtype, device);
 }
 
-at::Tensor make_bytes(int64_t bytes, at::Device device) {
-  return make_zeros({bytes}, at::kByte, device);
-}
-
-at::Tensor make_host_floats(int64_t numel) { return make_zeros({numel}, at::kFloat, at::kCPU); }
-
 at::Tensor make_scratch(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
   return at::empty(sizes, options_of(dtype, device));
 }
@@ -53,6 +47,13 @@ at::Tensor make_over(void* memory, int64_t numel, at::ScalarType dtype,
       .deleter([release = std::move(release)](void*) { release(); })
       .options(options_of(dtype, at::kCPU))
       .make_tensor();
+}
+
+at::DataPtr lend(const c10::Storage& storage, void* begin) {
+  const auto drop = [](void* held) {
+    c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(held));
+  };
+  return {begin, c10::Storage(storage).unsafeReleaseStorageImpl(), drop, storage.device()};
 }
 
 at::Tensor copy_of(const at::Tensor& tensor) { return tensor.clone(); }

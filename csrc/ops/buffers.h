@@ -13,8 +13,6 @@ namespace fastsync::ops {
 // Zero-filled, contiguous.
 at::Tensor make_zeros(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device);
 at::Tensor make_flat(int64_t numel, at::ScalarType dtype, at::Device device);
-at::Tensor make_bytes(int64_t bytes, at::Device device);
-at::Tensor make_host_floats(int64_t numel);
 
 // Uninitialised; contiguous, or with these strides.
 at::Tensor make_scratch(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device);
@@ -26,6 +24,9 @@ at::Tensor make_pinned_scalar(at::ScalarType dtype);
 // One-dimensional, over memory of another owner on the host; `release` returns it.
 at::Tensor make_over(void* memory, int64_t numel, at::ScalarType dtype,
                      std::function<void()> release);
+
+// Memory at `begin` of `storage`, which it keeps alive.
+at::DataPtr lend(const c10::Storage& storage, void* begin);
 
 // With memory of its own.
 at::Tensor copy_of(const at::Tensor& tensor);

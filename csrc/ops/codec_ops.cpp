@@ -113,7 +113,7 @@ at::Tensor wire_average(const std::vector<at::Tensor>& tensors, kernels::Format 
   const int64_t bytes = plan.layout.chunk_bytes;
   const SlotLayout run = SlotLayout::run(0, numel);
   const at::Device device = tensors.front().device();
-  const at::Tensor received = make_bytes(ranks * bytes, device);
+  const at::Tensor received = make_flat(ranks * bytes, at::kByte, device);
   for (int64_t rank = 0; rank < ranks; ++rank) {
     const at::Tensor& mine = tensors[static_cast<size_t>(rank)];
     FS_CHECK_VALUE(mine.numel() == numel, "ranks have tensors of different sizes");
@@ -125,7 +125,7 @@ at::Tensor wire_average(const std::vector<at::Tensor>& tensors, kernels::Format 
     decode({{result, &run}}, received, plan, static_cast<int32_t>(ranks), 0, plan.numel);
     return result;
   }
-  const at::Tensor sum = make_bytes(bytes, device);
+  const at::Tensor sum = make_flat(bytes, at::kByte, device);
   reduce(received, sum, at::Tensor(), plan, 0, 0);
   decode({{result, &run}}, sum, plan, 1, 0, plan.numel);
   return result;

@@ -55,15 +55,4 @@ void run_kernel(at::Device device, const Cpu& on_cpu, const Cuda& on_cuda) {
 #endif
 }
 
-// Runs on_cpu(), or by_torch() on devices without a kernel: torch's own operations run on every
-// device.
-template <typename Cpu, typename Torch>
-void run_kernel_or_torch(at::Device device, const Cpu& on_cpu, const Torch& by_torch) {
-  if (device.is_cpu()) {
-    on_cpu();
-  } else {
-    by_torch();
-  }
-}
-
 }  // namespace fastsync::ops

@@ -7,21 +7,12 @@
 #include <ATen/ops/where.h>
 
 #include <limits>
-#include <utility>
 
 #include "../check.h"
 #include "../kernels/select.h"
-#include "buffers.h"
 
 namespace fastsync::ops {
 namespace {
-
-const float* data(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
-}
-float* mutable_data(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.mutable_data_ptr<float>() : nullptr;
-}
 
 void check_floats(const at::Tensor& tensor, const char* what) {
   FS_CHECK_VALUE(tensor.scalar_type() == at::kFloat && tensor.is_contiguous(), "expects ", what,
@@ -37,13 +28,9 @@ void select_largest(const at::Tensor& values, const at::Tensor& positions) {
   FS_CHECK_VALUE(positions.numel() > 0 && positions.numel() <= values.numel() &&
                      values.numel() <= std::numeric_limits<int32_t>::max(),
                  "cannot select ", positions.numel(), " of ", values.numel(), " elements");
-  run_kernel_or_torch(
-      values.device(),
-      [&] {
-        kernels::select_largest_cpu(data(values), values.numel(), positions.numel(),
-                                    positions.mutable_data_ptr<int32_t>());
-      },
-      [&] { select_largest_by_torch(values, positions); });
+  if (!values.is_cpu()) return select_largest_by_torch(values, positions);
+  kernels::select_largest_cpu(values.const_data_ptr<float>(), values.numel(), positions.numel(),
+                              positions.mutable_data_ptr<int32_t>());
 }
 
 // Keys hold the magnitude in the upper half and the distance from the end in the lower half: no two
@@ -59,31 +46,12 @@ void select_largest_by_torch(const at::Tensor& values, const at::Tensor& positio
 
 void keep_finite(const at::Tensor& from, const at::Tensor& to) {
   const at::NoGradGuard no_grad;
-  run_kernel_or_torch(
-      from.device(), [&] { kernels::keep_finite_cpu(data(from), mutable_data(to), from.numel()); },
-      [&] { to.copy_(at::where(at::isfinite(from), from, to)); });
-}
-
-Feedback::Feedback(const std::vector<Item>& items, at::Tensor residual)
-    : residual_(std::move(residual)), working_(residual_) {
-  if (!residual_.defined()) return;
-  for (const Item& item : items) {
-    if (!item.tensor.defined()) absent_.push_back(item.layout);
+  if (!from.is_cpu()) {
+    to.copy_(at::where(at::isfinite(from), from, to));
+    return;
   }
-  if (absent_.empty()) return;
-  const at::NoGradGuard no_grad;
-  working_ = copy_of(residual_);
-  for (const SlotLayout* slot : absent_) working_.narrow(0, slot->offset, slot->numel).zero_();
-}
-
-void Feedback::commit() const {
-  if (absent_.empty()) return;
-  const at::NoGradGuard no_grad;
-  for (const SlotLayout* slot : absent_) {
-    working_.narrow(0, slot->offset, slot->numel)
-        .add_(residual_.narrow(0, slot->offset, slot->numel));
-  }
-  residual_.copy_(working_);
+  kernels::keep_finite_cpu(from.const_data_ptr<float>(), to.mutable_data_ptr<float>(),
+                           from.numel());
 }
 
 }  // namespace fastsync::ops

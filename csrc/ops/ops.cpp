@@ -54,10 +54,6 @@ void* begin_of(const at::Tensor& flat, const SlotLayout& layout) {
          elements * static_cast<int64_t>(flat.itemsize());
 }
 
-void let_go(void* storage) {
-  c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(storage));
-}
-
 }  // namespace
 
 kernels::Scale Scale::for_kernels() const {
@@ -85,12 +81,9 @@ void unpack(const std::vector<Item>& items, const at::Tensor& flat, const Scale&
 
 c10::Storage part_of(const at::Tensor& flat, const SlotLayout& layout) {
   const auto bytes = layout.numel * static_cast<int64_t>(flat.itemsize());
-  at::DataPtr memory(begin_of(flat, layout),
-                     c10::Storage(flat.storage()).unsafeReleaseStorageImpl(), &let_go,
-                     flat.device());
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), bytes, std::move(memory), c10::GetCPUAllocator(),
-      /*resizable=*/true));
+      c10::StorageImpl::use_byte_size_t(), bytes, lend(flat.storage(), begin_of(flat, layout)),
+      c10::GetCPUAllocator(), /*resizable=*/true));
 }
 
 bool is_part_of(const c10::Storage& part, const at::Tensor& flat, const SlotLayout& layout) {

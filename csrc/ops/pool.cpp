@@ -24,7 +24,7 @@ at::Tensor BufferPool::take(int64_t numel, at::ScalarType dtype, at::Device devi
     used_.push_back(*best);
     free_.erase(best);
   }
-  return view_of(used_.back(), SlotLayout::run(0, numel), dtype);
+  return run_of(used_.back(), 0, numel);
 }
 
 BufferPool::Free::iterator BufferPool::find(int64_t numel, at::ScalarType dtype) {

@@ -20,10 +20,6 @@ at::Tensor typed(const at::Tensor& block, int64_t numel, at::ScalarType dtype) {
   return at::Tensor(std::move(impl));
 }
 
-void drop_reference(void* storage) {
-  c10::raw::intrusive_ptr::decref(static_cast<c10::StorageImpl*>(storage));
-}
-
 // Makes any access to the elements raise `message`, until `allow_access()`, if this version of
 // torch can.
 template <typename Storage>
@@ -124,10 +120,7 @@ void ResizableStorage::acquire(const at::Tensor& block) {
   block_ = block;
   c10::StorageImpl* storage = flat_.storage().unsafeGetStorageImpl();
   allow_access(*storage, 0);
-  at::DataPtr memory(block.storage().mutable_data(),
-                     c10::Storage(block.storage()).unsafeReleaseStorageImpl(), &drop_reference,
-                     block.device());
-  storage->set_data_ptr_noswap(std::move(memory));
+  storage->set_data_ptr_noswap(lend(block.storage(), block.storage().mutable_data()));
   storage->set_nbytes(bytes_of(flat_.numel(), flat_.scalar_type()));
 }
 

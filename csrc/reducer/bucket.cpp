@@ -11,7 +11,7 @@
 
 #include "check.h"
 #include "ops/buffers.h"
-#include "ops/norms.h"
+#include "ops/checks.h"
 #include "transport/coding.h"
 
 namespace fastsync::engine {

@@ -4,36 +4,18 @@
 #include <cmath>
 #include <utility>
 
-#include "ops/ops.h"
+#include "transport/coding.h"
 
 namespace fastsync::engine {
 
 void FlagExchange::start(const std::vector<bool>& used, at::Device device) {
   missed_ = std::find(used.begin(), used.end(), false) != used.end();
-  prepare(used.size(), device);
-  // Values of the kernel's arguments, not a copy from the host, which would have it wait.
-  std::vector<ops::Item> items;
-  if (missed_) {
-    for (size_t i = 0; i < used.size(); ++i) {
-      items.push_back({at::Tensor(), &layouts_[i], used[i] ? 1.0F : 0.0F});
-    }
-  } else {
-    items.push_back({at::Tensor(), &layouts_.back(), 1.0F});
+  const auto count = static_cast<int64_t>(used.size());
+  if (!sum_.defined() || sum_.numel() != count || sum_.device() != device) {
+    sum_ = group_->make_flat(count, at::kFloat, device);
   }
-  ops::pack(items, sum_, 1.0);
+  write_flags({used.begin(), used.end()}, sum_);
   in_flight_ = group_->all_reduce(sum_);
-}
-
-void FlagExchange::prepare(size_t count, at::Device device) {
-  const auto flags = static_cast<int64_t>(count);
-  if (layouts_.size() != count + 1) {
-    layouts_.clear();
-    for (int64_t i = 0; i < flags; ++i) layouts_.push_back(ops::SlotLayout::run(i, 1));
-    layouts_.push_back(ops::SlotLayout::run(0, flags));
-  }
-  if (!sum_.defined() || sum_.numel() != flags || sum_.device() != device) {
-    sum_ = group_->make_flat(flags, at::kFloat, device);
-  }
 }
 
 std::vector<bool> FlagExchange::wait(const std::function<void(comm::InFlight&)>& arrives) {

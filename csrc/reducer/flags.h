@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "comm/collective.h"
-#include "transport/slots.h"
 
 namespace fastsync::engine {
 
@@ -42,12 +41,9 @@ class FlagExchange {
   std::vector<int64_t> counts() const;
 
  private:
-  void prepare(size_t count, at::Device device);
-
   std::shared_ptr<comm::Collective> group_;
   bool own_;
-  bool missed_ = false;                   // this rank lacks a gradient
-  std::vector<ops::SlotLayout> layouts_;  // one per parameter, then all at once
+  bool missed_ = false;  // this rank lacks a gradient
   at::Tensor sum_;
   std::unique_ptr<comm::InFlight> in_flight_;
 };

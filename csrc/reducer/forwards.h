@@ -11,9 +11,9 @@
 //
 // A script may also announce a backward, as DDP's `reducer.prepare_for_backward()` does. Then the
 // next backward synchronises, whichever forward it belongs to, as soon as it reaches outputs or
-// accumulates a gradient. The step of a backward that failed has not been made: the next one through
-// the same graph makes it. A forward within a backward announces that backward, too: an activation
-// checkpoint recomputes it there, and its first run may not have synchronised.
+// accumulates a gradient. The step of a backward that failed has not been made: the next one
+// through the same graph makes it. A forward within a backward announces that backward, too: an
+// activation checkpoint recomputes it there, and its first run may not have synchronised.
 #pragma once
 
 #include <algorithm>

@@ -51,6 +51,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -73,21 +74,11 @@
 #include "reducer/forwards.h"
 #include "reducer/plan_watch.h"
 #include "reducer/precision.h"
-#include "reducer/rate_meter.h"
 #include "reducer/step_log.h"
 #include "reducer/survival.h"
 #include "reducer/usage.h"
-#include "transport/shared_gradients.h"
 
 namespace fastsync::engine {
-
-struct ReducerOptions {
-  bool skip_unused = false;     // leave out buckets without a gradient, the same on every rank
-  bool static_graph = false;    // learn how often each gradient arrives before overlapping
-  bool fail_on_unused = false;  // find_unused_parameters=False was passed
-  bool check_finite = false;    // for NaN and infinity
-  bool may_skip = false;        // see [Note: skipped steps]
-};
 
 // Tasks for Python before a forward.
 struct ForwardAdvice {
@@ -179,13 +170,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Sets the callback for the end of a step that some ranks have skipped. It gets the number of
   // ranks that have not, by parameter; -1: not trained.
   void on_skips(std::function<void(std::vector<int64_t>)> fn);
-  // From now on the survivors finish a step in which other ranks die. See reducer_elastic.cpp.
+  // From now on the survivors finish a step in which other ranks die. See survival.h.
   void survive(Survivors survivors);
   // Notes that an optimizer has stepped. Either the optimizers of all ranks have, or none.
   void note_optimizer();
   // Reduces the buckets of later plans with `hook` instead of averaging them. `flags_group`: a
   // process group for used flags alone; empty: none.
-  void set_hook(std::unique_ptr<comm::Hook> hook, const std::string& flags_group);
+  void set_hook(comm::Hook hook, const std::string& flags_group);
   // Calls `action` once, at the end of the next synchronised backward.
   void at_end(std::function<void()> action);
   // Averages over another group from the next plan on; the caller must install that plan at once.
@@ -234,7 +225,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void resume(int64_t steps);
   StepReport last_step() const;
   // Returns the bytes of gradients per second of the fastest bucket of the first step; 0 before.
-  double wire_rate() const { return rate_.best(); }
+  double wire_rate() const { return rate_->load(); }
   // Records when buckets are ready, packed, launched and done; nullptr: no longer.
   void set_timeline(std::shared_ptr<Timeline> timeline) {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
@@ -291,6 +282,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void begin_backward();
   void open_step();
   void withhold();
+  FlagExchange& exchange_in(std::unique_ptr<FlagExchange>& kept) const;
+  void drop_exchanges();
   void start_contributors();
   std::vector<int64_t> await_contributors();
   void advance();
@@ -330,8 +323,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_running(int64_t generation) const {
     return backward_running_ && generation == generation_;
   }
-  void end_backward_by(Ending ending, void (Reducer::*step)(int64_t),
-                       const std::shared_ptr<void>& running);
+  void end_backward_by(Ending ending, void (Reducer::*step)(int64_t));
   void close_backward(int64_t generation);
   void finish_backward(int64_t generation);
   Residuals residual_views() const;
@@ -402,13 +394,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::shared_ptr<StepTimingBoard> board_;  // null: step timing is not shared
   FaultWatch::Clock::time_point waits_since_;
   std::pair<int64_t, size_t> waited_for_{-1, 0};  // step and bucket
-  RateMeter rate_;
+  // Bytes per second of the fastest bucket of the first step; 0: none.
+  std::shared_ptr<std::atomic<double>> rate_ = std::make_shared<std::atomic<double>>(0.0);
   // Null if flags travel with the gradients, or not at all.
   std::unique_ptr<FlagExchange> flags_;
-  std::unique_ptr<FlagExchange> contributors_;  // null before the first step that may be skipped
-  std::unique_ptr<FlagExchange> alike_;  // the bits of a digest; null before the first comparison
-  std::vector<bool> gives_;              // by bucket; then whether an optimizer has stepped
-  bool stepped_ = false;                 // an optimizer, since the last step
+  std::unique_ptr<FlagExchange> contributors_;  // see exchange_in()
+  std::unique_ptr<FlagExchange> alike_;         // likewise: the bits of a digest
+  std::vector<bool> gives_;                     // by bucket; then whether an optimizer has stepped
+  bool stepped_ = false;                        // an optimizer, since the last step
   std::function<void(std::vector<int64_t>)> on_skips_;
   std::unique_ptr<Survival> survival_;  // null: a death ends the training
   std::vector<int64_t> counts_;         // used_counts() of a step whose plan has gone; else empty

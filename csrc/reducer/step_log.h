@@ -13,7 +13,6 @@
 
 #include "fault/progress.h"
 #include "fault/step_timing.h"
-#include "fault/step_timing_board.h"
 #include "reducer/timeline.h"
 
 namespace fastsync::engine {

@@ -1,4 +1,47 @@
-// State that lets a rank finish a step in which other ranks have died. See reducer_elastic.cpp.
+// State that lets a rank finish a step in which other ranks have died.
+//
+// [Note: a step is committed]
+// A rank applies the averages of a step, or exposes them, only after a vote: an all-reduce of one
+// number, which a rank starts when all its buckets have arrived. The vote completes on a rank only
+// if all ranks have started it. So if any rank has finished a step, all ranks have all its
+// averages, however far they were when one died.
+//
+// Until then each rank keeps its own gradients. A rank that waits in vain, and knows that others
+// have died, meets the survivors (in Python, through the rendezvous store). Consider the survivors
+// that have not finished the oldest unfinished step. If each of them has all its averages, they
+// take these: another rank, even a dead one, may have taken them already. Otherwise no rank can
+// have, and the survivors average the step again from their own gradients: by a plan for their
+// number, over a group of their own.
+//
+// [Note: residuals after a death]
+// Error feedback follows the step: if a step is averaged again, a rank's residual is the one from
+// before the step; if its averages are taken, the one that the step has produced (see
+// [Note: repeatable steps]). A rank's residual is its own part of what the averages lack, the sums
+// of its chunks included. So it stays with the rank when chunks go to other owners, in units of the
+// averages, which do not depend on the number of ranks. The residuals of dead ranks are lost with
+// their gradients.
+//
+// [Note: where the survivors are]
+// The survivors have finished the same number of steps, or are one apart: a rank that is ahead
+// waits in the next step, or in the planning between the two. A rank that is behind takes the
+// averages and counts the step before the reducers are rebuilt. So all rebuild after the same step,
+// and agree on the plan then. A plan that was due is thereby made.
+//
+// [Note: steps on devices]
+// Averages exist once kernels have ended, so a step is committed no earlier. With `elastic` the
+// host waits for that at the end of each backward, where otherwise only streams would, and watches
+// for deaths meanwhile: it cannot launch the optimizer's kernels before. The vote follows as an
+// all-reduce of Gloo, between hosts. The gradients that a rank keeps lie on its device.
+//
+// [Note: when a communicator is aborted]
+// A NCCL kernel waits for the data of a dead rank until its communicator is aborted. Then it runs
+// to its end without data, and still signals its neighbours that theirs has arrived: there a
+// collective may succeed with garbage. So no rank aborts before the survivors have decided. Their
+// statements about their averages were true then, and all that an abort ends is averaged again. The
+// thread that ends the backward aborts, in rebuild(): it has not let a stream wait for anything
+// that has not ended. For the same reason an error is thrown without the work's own wait(), which
+// aborts; torch's watchdog must not abort; and a process that dies by an exception does not destroy
+// its groups.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,8 +54,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/collective.h"
 #include "reducer/bucket.h"
+#include "reducer/flags.h"
 
 namespace fastsync::engine {
 
@@ -39,22 +82,6 @@ class OwnGradients {
   std::vector<bool> used_;
 };
 
-// An all-reduce of one number, which each rank starts once it has all averages of a step. It runs
-// on the host, which waits for it.
-class Vote {
- public:
-  void start(comm::Collective& group);
-  comm::InFlight& in_flight() { return *in_flight_; }
-  // Ends the vote: the sum has arrived, or is no longer awaited.
-  void end() { in_flight_.reset(); }
-  // Drops the vote and its buffer: the group changes.
-  void drop();
-
- private:
-  at::Tensor sum_;
-  std::unique_ptr<comm::InFlight> in_flight_;
-};
-
 // The survivors' decision about the running step.
 enum class Verdict : int64_t {
   kFails,  // no rank has died: the error stands
@@ -76,7 +103,9 @@ struct Survival {
 
   Survivors survivors;
   OwnGradients own;
-  Vote vote;
+  // Of one flag, which each rank starts once it has all averages of a step. It runs on the host,
+  // which waits for it.
+  std::unique_ptr<FlagExchange> vote;
   std::exception_ptr fault;  // of the running step, in which nothing more is sent
   bool complete = false;     // this rank has all averages of the running step
 };

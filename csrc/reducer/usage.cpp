@@ -34,7 +34,7 @@ void UsageCheck::end_backward(const std::vector<bool>& planned) {
     if (is_unused(i, planned)) names.push_back(params_[i]->name);
   }
   if (names.empty()) return;
-  if (fail_on_unused_ && !static_graph_) {
+  if (options_.fail_on_unused && !options_.static_graph) {
     next_error_ = concat(
         "Expected to have finished reduction in the prior iteration before starting a new one. "
         "This error indicates that your module has parameters that were not used in producing "
@@ -74,7 +74,7 @@ std::string UsageCheck::unused_indices(const std::vector<bool>& planned) const {
 // right in any case, so all ranks finish the step before one of them complains.
 std::string UsageCheck::find_change(const std::vector<bool>& planned,
                                     const std::vector<bool>& before) {
-  if (!static_graph_ || before.empty()) return "";
+  if (!options_.static_graph || before.empty()) return "";
   std::vector<std::string> changed;
   for (size_t i = 0; i < params_.size(); ++i) {
     if (params_[i]->used && !before[i]) {

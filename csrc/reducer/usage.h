@@ -10,17 +10,21 @@
 
 namespace fastsync::engine {
 
+struct ReducerOptions {
+  bool skip_unused = false;     // leave out buckets without a gradient, the same on every rank
+  bool static_graph = false;    // learn how often each gradient arrives before overlapping
+  bool fail_on_unused = false;  // find_unused_parameters=False was passed
+  bool check_finite = false;    // for NaN and infinity
+  bool may_skip = false;        // see [Note: skipped steps]
+};
+
 class UsageCheck {
  public:
-  // `static_graph` promises that every step uses the parameters of the first one; `fail_on_unused`
-  // that every step uses all.
-  UsageCheck(const Parameters& params, int rank, bool static_graph, bool fail_on_unused)
-      : params_(params),
-        rank_(rank),
-        static_graph_(static_graph),
-        fail_on_unused_(fail_on_unused) {}
+  // `options` promise that every step uses the parameters of the first one (static_graph), or all
+  // (fail_on_unused). They may change.
+  UsageCheck(const Parameters& params, const ReducerOptions& options, int rank)
+      : params_(params), options_(options), rank_(rank) {}
 
-  void set_static_graph() { static_graph_ = true; }
   void set_rank(int rank) { rank_ = rank; }
 
   // At the end of a backward. `planned`: by index, whether a parameter is in a bucket.
@@ -41,9 +45,8 @@ class UsageCheck {
   std::string unused_indices(const std::vector<bool>& planned) const;
 
   const Parameters& params_;
+  const ReducerOptions& options_;
   int rank_;
-  bool static_graph_;
-  bool fail_on_unused_;
   std::vector<bool> told_;  // by parameter: it was unused before
   std::vector<std::string> warning_;
   std::string next_error_;  // for one forward

@@ -228,7 +228,7 @@ class ShmCollective::Borrowed final : public CalledByWait<Incoming> {
 
 ShmCollective::ShmCollective(std::shared_ptr<SharedMemory> memory, size_t channel)
     : memory_(std::move(memory)),
-      channel_(memory_->make_channel(channel)),
+      channel_(memory_->make_channel(channel, memory_->timeout())),
       pool_(std::make_shared<ops::BufferPool>(
           [memory = memory_](int64_t numel, at::ScalarType dtype, at::Device /*device*/) {
             return memory->make_flat(numel, dtype);

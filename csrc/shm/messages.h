@@ -20,7 +20,6 @@
 #include "comm/collective.h"
 #include "shm/mailbox.h"
 #include "shm/memory.h"
-#include "shm/statements.h"
 
 namespace fastsync::comm {
 

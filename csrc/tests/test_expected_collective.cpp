@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "fault/expected_collective.h"
+#include "fault/fault_events.h"
 #include "harness.h"
 
 namespace fastsync::engine {

@@ -3,11 +3,7 @@
 #include <utility>
 
 #include "../check.h"
-#include "coded.h"
-#include "hierarchical.h"
-#include "hooked.h"
-#include "pipelined.h"
-#include "sparse.h"
+#include "transports.h"
 
 namespace fastsync::engine {
 namespace {
@@ -37,19 +33,6 @@ std::unique_ptr<Coding> make_coding(const BucketSpec& spec, const comm::Collecti
   return make_coded(*spec.coded, group.rank(), group.size(), device);
 }
 
-std::unique_ptr<Regions> regions_of(const BucketSpec& spec, const Routes& routes) {
-  FS_CHECK(routes.shards, "sharded buckets need a process group for their regions");
-  const RegionLayout& layout = spec.scatter->layout;
-  const at::Tensor& like = spec.scatter->gradients->shard;
-  if (!spec.coded) return make_plain_regions(layout, like.options(), routes.shards, routes.pool);
-  const CodedSpec& coded = *spec.coded;
-  if (coded.node_ranks == 1) {
-    return make_coded_regions(layout, coded, like.device(), routes.shards, routes.pool);
-  }
-  FS_CHECK(routes.pipelines, "hierarchical buckets need process groups for their pipelines");
-  return make_node_regions(layout, coded, like.device(), routes.pipelines, routes.pool);
-}
-
 // Returns the carrier of sums: shared memory if the ranks have it. The bucket of a sparse gradient
 // sends its flags over the group, after its rows.
 std::shared_ptr<comm::Collective> sum_over(const BucketSpec& spec, const Routes& routes,
@@ -66,7 +49,7 @@ SendRows send_rows(const Slots& slots, const Routes& routes, HookPlace place) {
     };
   }
   return [hook = routes.hook, &slots, place](const at::Tensor& rows, const comm::SendDense& dense) {
-    return rows.defined() ? hook->run(hook_bucket(slots, rows, place)) : dense();
+    return rows.defined() ? hook(hook_bucket(slots, rows, place)) : dense();
   };
 }
 
@@ -76,7 +59,12 @@ std::unique_ptr<Transport> choose_transport(const BucketSpec& spec, Slots& slots
                                             const Routes& routes, size_t index, size_t count) {
   // A group of one rank among others has a divisor, so that its buckets are packed.
   if (!routes.communicate() && spec.group == 0) return std::make_unique<Alone>();
-  if (spec.scatter) return make_scattered(*spec.scatter, slots, regions_of(spec, routes));
+  if (spec.scatter) {
+    const CodedSpec* const coded = spec.coded ? &*spec.coded : nullptr;
+    const ScatterSpec& scatter = *spec.scatter;
+    return make_scattered(scatter, slots,
+                          make_regions(scatter.layout, scatter.gradients->shard, coded, routes));
+  }
   const at::Device device = slots.front().param->tensor.device();
   if (spec.coded) {
     FS_CHECK(routes.pipelines, "coded buckets need process groups for their pipelines");

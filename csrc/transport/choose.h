@@ -5,9 +5,6 @@
 #include <optional>
 #include <vector>
 
-#include "../comm/hook.h"
-#include "coded_spec.h"
-#include "comm/pipeline.h"
 #include "flat.h"
 #include "scattered.h"
 
@@ -28,20 +25,6 @@ struct BucketSpec {
   // Each rank keeps the averages of its own region.
   std::optional<ScatterSpec> scatter;
   size_t group = 0;  // of ranks that average it; see [Note: groups]
-};
-
-// Routes that a bucket may travel over.
-struct Routes {
-  std::shared_ptr<comm::Collective> group;
-  std::shared_ptr<comm::Pipelines> pipelines;  // for codes
-  std::shared_ptr<comm::Hook> hook;            // of the user, reduces the buckets
-  // The group's ranks, for regions; on a CPU only regions use it.
-  std::shared_ptr<comm::Collective> shards;
-  std::shared_ptr<comm::Collective> memory;  // which the ranks share; null: they do not
-  std::shared_ptr<ops::BufferPool> pool = std::make_shared<ops::BufferPool>();
-
-  // Whether this rank sends at all.
-  bool communicate() const { return hook != nullptr || group->size() > 1; }
 };
 
 // Makes the transport of bucket `index` of `count`. `slots` must live longer.

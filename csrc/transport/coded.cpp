@@ -1,69 +1,54 @@
-#include "coded.h"
-
+// Gradients coded to bytes, summed in fp32, and coded again: the two-shot form; or summed by every
+// rank: the gather form.
+//
+//   two-shot  encode ─▶ all-to-all of chunks ─▶ decode, sum, encode ─▶ all-gather of sums ─▶ decode
+//   gather    encode ─▶ all-gather of everything ─▶ decode and sum
+//
+// The two-shot form moves the bytes of a ring all-reduce, 2 (N-1)/N of the coded bucket from and to
+// each of N ranks, and rounds twice: each gradient, and each average. ZeRO++ (Wang et al., 2023)
+// and Bagua's ByteGrad do the same. The gather form moves (N-1) coded buckets and rounds once:
+// better at two ranks, where the bytes are equal, and for sparse codes, whose sums are longer than
+// their terms. All ranks decode the same bytes in the same order, so they hold the same bits.
+//
+// The bucket travels in `pieces`: while one is summed, the next is on the wire.
+//
+// [Note: one residual]
+// Error feedback (Seide et al., 2014; Karimireddy et al., 2019) adds what a code lost to the next
+// step's gradient. What the second rounding loses belongs to the average, and so to any rank's
+// share of it: the rank that sums a chunk adds it to its own residual. The sum of the residuals
+// over ranks is then exactly what the averages applied so far still lack.
+//
+// [Note: flags of a coded bucket]
+// Used flags and the vote travel after the codes of each chunk as floats, and are summed exactly.
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "../ops/ops.h"
-#include "code_buffers.h"
+#include "coding.h"
 
 namespace fastsync::engine {
-
 namespace {
 
-// One piece in flight; its last stage delivers its averages.
-class OnePiece : public comm::Stages {
- public:
-  OnePiece(std::shared_ptr<const CodeBuffers> buffers, std::shared_ptr<const Delivery> delivery,
-           int64_t index)
-      : buffers_(std::move(buffers)), delivery_(std::move(delivery)), index_(index) {}
-
- protected:
-  const CodePiece& piece() const { return buffers_->pieces[static_cast<size_t>(index_)]; }
-  void sum() const { buffers_->sum(index_); }
-
-  void deliver() const {
-    if (delivery_->tensors.empty()) return;
-    const int64_t numel = buffers_->piece_numel();
-    buffers_->coder->decode_part(delivery_->items(), buffers_->received, buffers_->sources(),
-                                 index_ * numel, (index_ + 1) * numel);
+// Starts a stage of one piece; the last one delivers its averages.
+std::unique_ptr<comm::InFlight> start_stage(const CodeBuffers& buffers, const Delivery& delivery,
+                                            int64_t index, size_t stage, comm::Collective& group) {
+  const at::NoGradGuard no_grad;
+  const CodePiece& piece = buffers.pieces[static_cast<size_t>(index)];
+  if (stage == 0) {
+    return buffers.spec.gather ? group.all_gather(piece.received, piece.sent)
+                               : group.all_to_all(piece.received, piece.sent);
   }
-
- private:
-  std::shared_ptr<const CodeBuffers> buffers_;
-  std::shared_ptr<const Delivery> delivery_;
-  int64_t index_;
-};
-
-class TwoShot final : public OnePiece {
- public:
-  using OnePiece::OnePiece;
-  size_t count() const override { return 2; }
-
-  std::unique_ptr<comm::InFlight> start(size_t index, comm::Collective& group) override {
-    const at::NoGradGuard no_grad;
-    if (index == 0) return group.all_to_all(piece().received, piece().sent);
-    if (index == 1) {
-      sum();
-      return group.all_gather(piece().received, piece().sum);
-    }
-    deliver();
-    return nullptr;
+  if (stage == 1 && !buffers.spec.gather) {
+    buffers.sum(index);
+    return group.all_gather(piece.received, piece.sum);
   }
-};
-
-class Gather final : public OnePiece {
- public:
-  using OnePiece::OnePiece;
-  size_t count() const override { return 1; }
-
-  std::unique_ptr<comm::InFlight> start(size_t index, comm::Collective& group) override {
-    if (index == 0) return group.all_gather(piece().received, piece().sent);
-    deliver();
-    return nullptr;
-  }
-};
+  if (delivery.tensors.empty()) return nullptr;
+  const int64_t numel = buffers.piece_numel();
+  buffers.coder->decode_part(delivery.items(), buffers.received, buffers.sources(), index * numel,
+                             (index + 1) * numel);
+  return nullptr;
+}
 
 class Coded final : public Coding {
  public:
@@ -96,13 +81,10 @@ class Coded final : public Coding {
     for (int64_t i = 0; i < buffers_->spec.pieces; ++i) {
       if (i > 0 && !remainder.items.empty())
         buffers_->encode(remainder.items, part_of(remainder.encoding, i));
-      std::shared_ptr<comm::Stages> stages;
-      if (buffers_->spec.gather) {
-        stages = std::make_shared<Gather>(buffers_, shared, i);
-      } else {
-        stages = std::make_shared<TwoShot>(buffers_, shared, i);
-      }
-      pieces.push_back(pipelines.run(std::move(stages), buffers_->device));
+      const auto stages = [buffers = buffers_, shared, i](size_t stage, comm::Collective& group) {
+        return start_stage(*buffers, *shared, i, stage, group);
+      };
+      pieces.push_back(pipelines.run(buffers_->spec.gather ? 1 : 2, stages, buffers_->device));
     }
     return comm::all_of(std::move(pieces));
   }
@@ -203,7 +185,7 @@ class Coded final : public Coding {
     for (int32_t r = 0; r < sources(); ++r) {
       sum += reinterpret_cast<const float*>(flags + r * spec.chunk_bytes)[place];
     }
-    if (!flag_.defined()) flag_ = ops::make_host_floats(1);
+    if (!flag_.defined()) flag_ = ops::make_flat(1, at::kFloat, at::kCPU);
     flag_.mutable_data_ptr<float>()[0] = sum;
     return flag_;
   }

@@ -4,29 +4,25 @@
 
 #include "../check.h"
 #include "../ops/buffers.h"
-#include "../ops/ops.h"
 
 namespace fastsync::engine {
 
-std::vector<FlagRun> runs_of(const std::vector<float>& flags, int64_t begin) {
-  std::vector<FlagRun> runs;
+void add_flags(ops::ItemList& items, const std::vector<float>& flags, int64_t begin) {
   for (size_t from = 0, to = 0; from < flags.size(); from = to) {
     while (to < flags.size() && flags[to] == flags[from]) ++to;
     FS_ASSERT(to > from, "a flag is no number");
-    const auto offset = begin + static_cast<int64_t>(from);
-    runs.push_back({ops::SlotLayout::run(offset, static_cast<int64_t>(to - from)), flags[from]});
+    items.add_run({}, begin + static_cast<int64_t>(from), static_cast<int64_t>(to - from),
+                  flags[from]);
   }
-  return runs;
 }
 
 void write_flags(const std::vector<float>& flags, const at::Tensor& to) {
   FS_ASSERT(static_cast<int64_t>(flags.size()) <= to.numel(), "more flags than room for them");
   std::vector<float> all = flags;
   all.resize(static_cast<size_t>(to.numel()), 0.0F);
-  const std::vector<FlagRun> runs = runs_of(all, 0);
-  std::vector<ops::Item> items;
-  for (const FlagRun& run : runs) items.push_back({at::Tensor(), &run.layout, run.value});
-  ops::pack(items, to, 1.0);
+  ops::ItemList items;
+  add_flags(items, all, 0);
+  items.pack(to, 1.0);
 }
 
 at::Tensor flags_on(at::Device device, const std::vector<float>& flags, int64_t numel,

@@ -1,5 +1,5 @@
 // The coded form of a bucket's gradients: block formats, users' codecs, top-k. A Coding owns the
-// buffers and makes the pipeline of collectives that carries them; the transport in pipelined.h
+// buffers and makes the pipeline of collectives that carries them; the transport in pipelined.cpp
 // gives it gradients.
 #pragma once
 
@@ -9,7 +9,8 @@
 #include <memory>
 #include <vector>
 
-#include "../ops/items.h"
+#include "../ops/ops.h"
+#include "codes.h"
 #include "comm/pipeline.h"
 
 namespace fastsync::engine {
@@ -44,12 +45,9 @@ at::Tensor flags_on(at::Device device, const std::vector<float>& flags, int64_t 
                     const at::Tensor& added = {});
 // Adds terms to the first flags; undefined: nothing.
 void add_to_first(const at::Tensor& flags, const at::Tensor& terms);
-// Runs of equal values for kernels to fill a flat buffer with, the first at element `begin`.
-struct FlagRun {
-  ops::SlotLayout layout;
-  float value;
-};
-std::vector<FlagRun> runs_of(const std::vector<float>& flags, int64_t begin);
+// Adds flags for a kernel to fill a flat buffer with, the first at element `begin`: runs of equal
+// ones.
+void add_flags(ops::ItemList& items, const std::vector<float>& flags, int64_t begin);
 
 class Coding {
  public:
@@ -85,5 +83,11 @@ class Coding {
   virtual void load_residual(const at::Tensor& flat) = 0;
   virtual int64_t residual_bytes() const = 0;
 };
+
+// The two-shot or the gather form, between `ranks` ranks, of which this is number `rank`.
+std::unique_ptr<Coding> make_coded(const CodedSpec& spec, int rank, int ranks, at::Device device);
+// The hierarchical form. Needs pipelines of four process groups: in the node, between nodes,
+// between nodes, in the node.
+std::unique_ptr<Coding> make_hierarchical(const CodedSpec& spec, at::Device device);
 
 }  // namespace fastsync::engine

@@ -1,16 +1,28 @@
-#include "hierarchical.h"
-
+// Gradients summed in full precision inside a node, and coded between nodes.
+//
+//   pack ─▶ reduce-scatter in the node ─▶ encode my shard
+//        ─▶ two-shot or gather among the ranks with my place in all nodes
+//        ─▶ decode my shard ─▶ all-gather in the node ─▶ unpack
+//
+// Of L ranks in each of n nodes every one codes and sends 1/L of the bucket: 2 (n-1)/n of the coded
+// bucket over L leave a rank for other nodes, and no gradient is rounded before its node's sum.
+// ZeRO++ (Wang et al., 2023) and BytePS cut the way of gradients at the same place.
+//
+// [Note: residuals of a shard]
+// A rank loses precision, and so keeps a residual, in its own shard only. A new plan moves shards
+// between ranks; the residual that a rank holds of others' shards then goes with its next
+// gradients, in full precision, to the rank that codes them.
 #include <ATen/core/grad_mode.h>
 
 #include <utility>
 
-#include "../ops/ops.h"
-#include "code_buffers.h"
+#include "coding.h"
 
 namespace fastsync::engine {
 namespace {
 
-using InFlights = std::vector<std::unique_ptr<comm::InFlight>>;
+using InFlightPtr = std::unique_ptr<comm::InFlight>;
+using InFlights = std::vector<InFlightPtr>;
 
 // Floats in flight: the packed gradients of all ranks, my shard of their sum, and the averages.
 // They are cut into pieces, and each piece into shards. Averages have a buffer of their own: what
@@ -90,55 +102,50 @@ struct NodeBuffers {
   }
 };
 
-// Both forms between nodes use the same stages, so that a pipeline of one form never overtakes one
-// of the other.
-class NodePiece final : public comm::Stages {
- public:
-  NodePiece(std::shared_ptr<const NodeBuffers> buffers, int64_t piece)
-      : buffers_(std::move(buffers)), piece_(piece) {}
+// Starts the scattering or gathering of values, and of flags where some travel.
+template <typename Start>
+InFlightPtr with_flags(const NodeBuffers& buffers, const Start& start) {
+  InFlights started;
+  started.push_back(start(buffers.values));
+  if (buffers.has_flags()) started.push_back(start(buffers.flags));
+  return comm::all_of(std::move(started));
+}
 
-  size_t count() const override { return 4; }
+constexpr size_t kStages = 4;
 
-  std::unique_ptr<comm::InFlight> start(size_t index, comm::Collective& group) override {
-    const at::NoGradGuard no_grad;
-    switch (index) {
-      case 0:
-        return with_flags([&](const Floats& floats) { return floats.scatter(group, piece_); });
-      case 1:
-        buffers_->encode(piece_);
-        if (buffers_->spec().gather) return comm::all_of({});
-        return group.all_to_all(codes().received, codes().sent);
-      case 2:
-        if (buffers_->spec().gather) return group.all_gather(codes().received, codes().sent);
-        buffers_->codes.sum(piece_);
-        return group.all_gather(codes().received, codes().sum);
-      case 3:
-        buffers_->decode(piece_);
-        return with_flags([&](const Floats& floats) { return floats.gather(group, piece_); });
-      default:
-        return nullptr;
-    }
+// Starts a stage of one piece. Both forms between nodes use the same stages, so that a pipeline of
+// one form never overtakes one of the other.
+InFlightPtr start_stage(const NodeBuffers& buffers, int64_t index, size_t stage,
+                        comm::Collective& group) {
+  const at::NoGradGuard no_grad;
+  const CodePiece& piece = buffers.codes.pieces[static_cast<size_t>(index)];
+  const bool gather = buffers.spec().gather;
+  switch (stage) {
+    case 0:
+      return with_flags(buffers, [&](const Floats& all) { return all.scatter(group, index); });
+    case 1:
+      buffers.encode(index);
+      return gather ? comm::all_of({}) : group.all_to_all(piece.received, piece.sent);
+    case 2:
+      if (gather) return group.all_gather(piece.received, piece.sent);
+      buffers.codes.sum(index);
+      return group.all_gather(piece.received, piece.sum);
+    case 3:
+      buffers.decode(index);
+      return with_flags(buffers, [&](const Floats& all) { return all.gather(group, index); });
+    default:
+      return nullptr;
   }
-
- private:
-  const CodePiece& codes() const { return buffers_->codes.pieces[static_cast<size_t>(piece_)]; }
-
-  template <typename Start>
-  std::unique_ptr<comm::InFlight> with_flags(const Start& start) const {
-    InFlights started;
-    started.push_back(start(buffers_->values));
-    if (buffers_->has_flags()) started.push_back(start(buffers_->flags));
-    return comm::all_of(std::move(started));
-  }
-
-  std::shared_ptr<const NodeBuffers> buffers_;
-  int64_t piece_;
-};
+}
 
 class Hierarchical final : public Coding {
  public:
   Hierarchical(const CodedSpec& spec, at::Device device)
-      : buffers_(std::make_shared<NodeBuffers>(spec, device)) {}
+      : buffers_(std::make_shared<NodeBuffers>(spec, device)),
+        residual_([spec](const at::Tensor& flat) {
+          // [pieces, elements of a shard]
+          return flat.view({spec.pieces, spec.node_ranks, -1}).select(1, spec.node_rank);
+        }) {}
 
   void take(const std::vector<ops::Item>& items, Taking how) override {
     ops::pack(items, buffers_->values.packed, how.scale);
@@ -149,7 +156,8 @@ class Hierarchical final : public Coding {
     const at::NoGradGuard no_grad;
     if (!items.empty()) take(items, how);
     buffers_->codes.seed = buffers_->spec().seed_of(how.step);
-    if (carried_.defined()) buffers_->values.packed.add_(std::exchange(carried_, at::Tensor()));
+    const at::Tensor carried = residual_.take();
+    if (carried.defined()) buffers_->values.packed.add_(carried);
     if (!buffers_->has_flags()) return;
     write_flags(flags, buffers_->flags.packed);
     add_to_first(buffers_->flags.packed, how.infinities);
@@ -158,12 +166,13 @@ class Hierarchical final : public Coding {
   // Averages are complete only after the last stage.
   bool works_on_parts() const override { return false; }
 
-  std::unique_ptr<comm::InFlight> launch(comm::Pipelines& pipelines,
-                                         Delivery /*delivery*/) override {
+  InFlightPtr launch(comm::Pipelines& pipelines, Delivery /*delivery*/) override {
     InFlights pieces;
     for (int64_t i = 0; i < buffers_->spec().pieces; ++i) {
-      pieces.push_back(
-          pipelines.run(std::make_shared<NodePiece>(buffers_, i), buffers_->codes.device));
+      const auto stages = [buffers = buffers_, i](size_t stage, comm::Collective& group) {
+        return start_stage(*buffers, i, stage, group);
+      };
+      pieces.push_back(pipelines.run(kStages, stages, buffers_->codes.device));
     }
     return comm::all_of(std::move(pieces));
   }
@@ -197,39 +206,16 @@ class Hierarchical final : public Coding {
   }
 
   at::Tensor residual() const override {
-    if (!buffers_->codes.residual.defined()) return {};
-    const at::NoGradGuard no_grad;
-    const at::Tensor& like = buffers_->values.packed;
-    const at::Tensor flat = carried_.defined()
-                                ? ops::copy_of(carried_)
-                                : ops::make_flat(like.numel(), at::kFloat, like.device());
-    my_shard(flat).add_(buffers_->codes.residual.view({buffers_->spec().pieces, -1}));
-    return flat;
+    return residual_.all(buffers_->codes.residual, buffers_->values.packed.numel());
   }
-
   void load_residual(const at::Tensor& flat) override {
-    const at::NoGradGuard no_grad;
-    const at::Tensor mine = my_shard(flat);
-    buffers_->codes.residual.view({buffers_->spec().pieces, -1}).copy_(mine);
-    mine.zero_();
-    carried_ = flat.any().item<bool>() ? flat : at::Tensor();
+    residual_.load(buffers_->codes.residual, flat);
   }
-
-  int64_t residual_bytes() const override {
-    if (!buffers_->codes.residual.defined()) return 0;
-    const size_t carried = carried_.defined() ? carried_.nbytes() : 0;
-    return static_cast<int64_t>(buffers_->codes.residual.nbytes() + carried);
-  }
+  int64_t residual_bytes() const override { return residual_.bytes(buffers_->codes.residual); }
 
  private:
-  // [pieces, elements of a shard]
-  at::Tensor my_shard(const at::Tensor& flat) const {
-    const CodedSpec& spec = buffers_->spec();
-    return flat.view({spec.pieces, spec.node_ranks, -1}).select(1, spec.node_rank);
-  }
-
   std::shared_ptr<NodeBuffers> buffers_;
-  at::Tensor carried_;  // residual of other ranks' shards; see [Note: residuals of a shard]
+  ShardResidual residual_;
 };
 
 }  // namespace

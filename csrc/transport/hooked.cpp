@@ -1,9 +1,12 @@
-#include "hooked.h"
-
+// Transport of buckets that a communication hook reduces.
+//
+// The buffer belongs to the hook while the hook runs, so it holds only gradients, as they were
+// computed. The hook gets one view of it, and the same view each step: backends that keep their
+// input for a while then keep no new memory.
 #include <utility>
 
 #include "../check.h"
-#include "../ops/ops.h"
+#include "transports.h"
 
 namespace fastsync::engine {
 
@@ -22,8 +25,7 @@ namespace {
 
 class Hooked final : public Flat {
  public:
-  Hooked(const FlatSpec& spec, Slots& slots, std::shared_ptr<comm::Hook> hook, HookPlace place,
-         int ranks)
+  Hooked(const FlatSpec& spec, Slots& slots, comm::Hook hook, HookPlace place, int ranks)
       : Flat(spec, slots), hook_(std::move(hook)), place_(place), ranks_(ranks) {
     layout_ = ops::SlotLayout::run(0, spec.numel);
     if (slots.front().param->tensor.is_complex()) layout_.sizes = {layout_.numel / 2};
@@ -60,7 +62,7 @@ class Hooked final : public Flat {
     const bool own = flat.is_same(this->flat());
     const at::Tensor view = own && view_.defined() ? view_ : view_of(flat);
     if (own) view_ = view;
-    return hook_->run(hook_bucket(slots(), view, place_));
+    return hook_(hook_bucket(slots(), view, place_));
   }
 
   at::Tensor view_of(const at::Tensor& flat) const {
@@ -70,7 +72,7 @@ class Hooked final : public Flat {
   size_t references() const override { return view_.defined() ? 2 : 1; }
   void new_buffer() override { view_ = at::Tensor(); }
 
-  std::shared_ptr<comm::Hook> hook_;
+  comm::Hook hook_;
   HookPlace place_;
   int ranks_;
   ops::SlotLayout layout_;  // the buffer in elements of the parameters' dtype, which may be complex
@@ -79,8 +81,8 @@ class Hooked final : public Flat {
 
 }  // namespace
 
-std::unique_ptr<Flat> make_hooked(const FlatSpec& spec, Slots& slots,
-                                  std::shared_ptr<comm::Hook> hook, HookPlace place, int ranks) {
+std::unique_ptr<Flat> make_hooked(const FlatSpec& spec, Slots& slots, comm::Hook hook,
+                                  HookPlace place, int ranks) {
   return std::make_unique<Hooked>(spec, slots, std::move(hook), place, ranks);
 }
 

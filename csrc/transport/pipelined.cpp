@@ -1,12 +1,20 @@
-#include "pipelined.h"
-
+// Transport of buckets that travel as codes, through a pipeline of collectives.
+//
+// [Note: repeatable steps]
+// After a death the survivors may average a step again (reducer/survival.h), each from its
+// gradients and its error-feedback residual of before the step. Both stay until the averages are
+// delivered, after the vote that ends the step:
+//
+//   * Gradients are read where autograd has put them. Averages are written there in deliver()
+//     alone, not as they arrive.
+//   * Coding changes the residual: coding of gradients and, in the two-shot form, of sums. It is
+//     copied before the first coding. deliver() keeps the new residual; abandon() goes back to the
+//     copy. Abandoned pipelines may still sum, and keep the buffers that they write to.
 #include <ATen/core/grad_mode.h>
 
 #include <utility>
 
-#include "../ops/buffers.h"
-#include "../ops/ops.h"
-#include "flat.h"
+#include "transports.h"
 
 namespace fastsync::engine {
 namespace {

@@ -6,7 +6,7 @@
 //   hierarchical  pack as fp32 ─▶ reduce-scatter in the node ─▶ encode
 //                   ─▶ all-to-all between nodes ─▶ decode and add up
 //
-// The coded forms are the first halves of the all-reduce forms (coded.h, hierarchical.h), so a
+// The coded forms are the first halves of the all-reduce forms (coded.cpp, hierarchical.cpp), so a
 // gradient is rounded once, and an average not at all: owners add up in fp32.
 //
 // [Note: chunks]
@@ -21,11 +21,7 @@
 #include <memory>
 #include <vector>
 
-#include "../comm/collective.h"
-#include "../ops/items.h"
-#include "../ops/pool.h"
-#include "coded_spec.h"
-#include "comm/pipeline.h"
+#include "codes.h"
 #include "transport.h"
 
 namespace fastsync::engine {
@@ -82,19 +78,11 @@ class Regions {
   virtual int64_t residual_bytes() const { return 0; }
 };
 
-// `group`: whose ranks own the chunks, in their order.
-std::unique_ptr<Regions> make_plain_regions(const RegionLayout& layout, at::TensorOptions like,
-                                            std::shared_ptr<comm::Collective> group,
-                                            std::shared_ptr<ops::BufferPool> pool);
-std::unique_ptr<Regions> make_coded_regions(const RegionLayout& layout, const CodedSpec& spec,
-                                            at::Device device,
-                                            std::shared_ptr<comm::Collective> group,
-                                            std::shared_ptr<ops::BufferPool> pool);
-// Chunks belong to the ranks at the first place of each node, then to those at the second. The
-// pipelines' first two process groups: in the node, between nodes.
-std::unique_ptr<Regions> make_node_regions(const RegionLayout& layout, const CodedSpec& spec,
-                                           at::Device device,
-                                           std::shared_ptr<comm::Pipelines> pipelines,
-                                           std::shared_ptr<ops::BufferPool> pool);
+// In the form that `coded` requires; null: plain. The chunks belong to the ranks of
+// `routes.shards`, in their order; in the hierarchical form to the ranks at the first place of each
+// node, then to those at the second, and the pipelines' first two process groups are in the node
+// and between nodes. `like`: a shard.
+std::unique_ptr<Regions> make_regions(const RegionLayout& layout, const at::Tensor& like,
+                                      const CodedSpec* coded, const Routes& routes);
 
 }  // namespace fastsync::engine

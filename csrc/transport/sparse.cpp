@@ -1,15 +1,13 @@
-#include "sparse.h"
-
+// Transport of one parameter whose gradient may be a sparse tensor: it travels alone, coalesced,
+// its used flag and the vote after it in a collective of their own. If the gradient of any rank is
+// dense, all ranks send a dense one, and get one.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 
 #include <utility>
 
 #include "../check.h"
-#include "../ops/buffers.h"
-#include "../ops/ops.h"
-#include "coding.h"
-#include "comm/pipeline.h"
+#include "transports.h"
 
 namespace fastsync::engine {
 namespace {
@@ -102,12 +100,7 @@ class Sparse final : public Transport {
   // Returns this rank's used flag, then its vote.
   at::Tensor flags(float used, bool vote) const {
     if (!flags_group_) return {};
-    const at::Tensor values = ops::make_flat(2, at::kFloat, slots_.front().param->tensor.device());
-    const ops::SlotLayout first = ops::SlotLayout::run(0, 1);
-    const ops::SlotLayout second = ops::SlotLayout::run(1, 1);
-    ops::pack({{at::Tensor(), &first, used}, {at::Tensor(), &second, vote ? 1.0F : 0.0F}}, values,
-              1.0);
-    return values;
+    return flags_on(slots_.front().param->tensor.device(), {used, vote ? 1.0F : 0.0F}, 2);
   }
 
   at::Tensor vote_in(const at::Tensor& flags) const {

@@ -3,4 +3,3 @@
 #include "../bindings/module.cpp"
 #include "../bindings/specs.cpp"
 #include "../bindings/watch.cpp"
-#include "../codec/python_codec.cpp"

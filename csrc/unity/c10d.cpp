@@ -1,7 +1,5 @@
 // Parsing torch's headers is what compiling costs, so files that need the same ones share a parse.
 #include "../comm/collective.cpp"
 #include "../comm/host_backend.cpp"
-#include "../comm/messages.cpp"
 #include "../comm/python_hook.cpp"
-#include "../comm/sparse_rows.cpp"
 #include "../comm/worker.cpp"

@@ -29,27 +29,16 @@ MODULE = "_C"
 # By their folder in csrc.
 _CPP_NAMES = {
     "kernels": "codec_cpu digest_cpu norm_cpu pack_cpu select_cpu sum_cpu",
-    "ops": "buffers codec_ops device digests items lossy_ops norms ops pool resizable_storage",
-    "codec": "coder plugin_codec python_codec topk_coder",
-    "comm": (
-        "collective host_backend incoming messages peers pipeline python_hook sparse_rows "
-        "worker"
-    ),
-    "shm": "channel collective futex_event mailbox memory messages segment statements",
-    "fault": (
-        "device_monitor expected_collective fault_events fault_wait fault_watch process "
-        "step_timing step_timing_board wait_scope"
-    ),
+    "ops": "buffers checks codec_ops device items lossy_ops ops pool resizable_storage",
+    "codec": "coder",
+    "comm": "collective host_backend peers pipeline python_hook worker",
+    "shm": "channel collective mailbox memory messages segment",
+    "fault": "device_monitor fault_events fault_watch process step_timing",
     "transport": (
-        "choose code_buffers coded coded_regions coding flat gradient_buffer "
-        "hierarchical hooked node_regions pipelined plain_regions region_codes scattered "
-        "shared_gradients slots sparse"
+        "choose coded codes coding flat hierarchical hooked pipelined regions scattered sparse "
+        "transport"
     ),
-    "reducer": (
-        "autograd_hooks bucket flags plan_watch precision reducer reducer_compare "
-        "reducer_elastic reducer_plan reducer_skip reducer_state reducer_wait step_log "
-        "survival timeline usage"
-    ),
+    "reducer": "autograd_hooks bucket flags plan_watch precision reducer step_log timeline usage",
     "fsdp": "group_codes group_log group_reduce param_group",
     "bindings": "groups module ops specs watch",
 }

@@ -1,6 +1,6 @@
 """A training that survives deaths of ranks: `FastDDP(model, faults=Faults(elastic=True))`.
 
-csrc/reducer/reducer_elastic.cpp says when a step is committed, what each rank keeps until then, and
+csrc/reducer/survival.h says when a step is committed, what each rank keeps until then, and
 what differs on GPUs; fastsync/faults/survivors.py how the survivors agree. One death, with four
 ranks:
 
@@ -244,7 +244,7 @@ class Elastic:
     def average(self, task: Callable[[], None], waits: bool) -> bool:
         """Run an average of parameters, until all that are left have it. Collective.
 
-        They vote as they do in a backward: csrc/reducer/reducer_elastic.cpp. None uses it before.
+        They vote as they do in a backward: csrc/reducer/survival.h. None uses it before.
 
         Args:
             waits: for every rank, however slow.

@@ -3,7 +3,7 @@ gradients.
 
 A flipped bit in one rank's memory raises no error, and each step that follows carries it on. So at
 the end of every so many synchronised backwards each rank digests what it has, and the ranks compare
-one number of all of it (csrc/reducer/reducer_compare.cpp). Only where they differ is this module
+one number of all of it (csrc/reducer/reducer.cpp). Only where they differ is this module
 called: the digests of single tensors travel, which tell the parameter and, by majority, the ranks.
 
 Nothing is under way then, and the optimizer has not stepped yet: what is repaired here has done no

@@ -4,8 +4,8 @@ csrc/fault/fault_watch.h says how it works. Here the ranks agree that there is o
 other: each offers an address, or says why not, and all see all offers. Until then the rendezvous
 store tells which ranks have come.
 
-Wherever Python brings all ranks together, they enter a wait scope (csrc/fault/wait_scope.h). A rank
-that waits there watches for ranks that have ended, and warns of those that are late.
+Wherever Python brings all ranks together, they enter a wait scope. A rank that waits there watches
+for ranks that have ended, and warns of those that are late.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _WRAPPING = "the wrapping of the model"
 
 
 class _WaitScope(Protocol):
-    """Wait of this rank for others; see csrc/fault/wait_scope.h."""
+    """Wait of this rank for others; see csrc/fault/fault_watch.h."""
 
     def look(self) -> None: ...
     def explain(self, error: str) -> None: ...

@@ -1,7 +1,7 @@
 """Ranks that the others wait for, and the activity in which they are slow.
 
 The rank that waits least while others wait is the one that they wait for. csrc/fault/step_timing.h
-says how ranks measure that, csrc/fault/step_timing_board.h how all ranks learn the same.
+says how ranks measure that, and how all ranks learn the same.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ FAULTS = [
     ),
     Fault(
         "group-averaged-over-all-ranks",
-        "csrc/reducer/reducer_plan.cpp",
+        "csrc/reducer/reducer.cpp",
         "routes(specs[b].group)",
         "routes(0)",
         f"{GROUPS}::test_means_and_used_flags_are_those_of_the_group[mean]",
@@ -138,7 +138,7 @@ FAULTS = [
     ),
     Fault(
         "votes-of-a-group-alone",
-        "csrc/reducer/reducer_wait.cpp",
+        "csrc/reducer/reducer.cpp",
         "if (last->group() == 0) voted = last;",
         "voted = last;",
         f"{GROUPS}::test_all_ranks_have_one_plan_whatever_their_orders",
@@ -989,7 +989,7 @@ FAULTS = [
     ),
     Fault(
         "first-bucket-not-received",
-        "csrc/reducer/reducer_wait.cpp",
+        "csrc/reducer/reducer.cpp",
         "if (!finished) finish(i, used);",
         "if (!finished && i > 0) finish(i, used);",
         "tests/ddp/test_unused.py::test_every_pattern_of_use[options0]",
@@ -1018,7 +1018,7 @@ FAULTS = [
     # --- csrc/codec, csrc/comm, csrc/shm
     Fault(
         "topk-sends-again-what-it-has-sent",
-        "csrc/codec/topk_coder.cpp",
+        "csrc/codec/coder.cpp",
         "flat.index_add_(0, terms.positions, terms.values, -1);",
         "",
         "tests/wire/test_topk.py::test_the_residuals_are_what_the_averages_lack[topk-auto]",
@@ -1064,8 +1064,8 @@ FAULTS = [
     Fault(
         "missing-unscale-of-large-gradients",
         "csrc/fsdp/group_reduce.cpp",
-        "items.unpack(run_of(gradient, 0, gradient.numel()), scale, accumulate);",
-        "items.unpack(run_of(gradient, 0, gradient.numel()), 1.0, accumulate);",
+        "items.unpack(ops::run_of(gradient, 0, gradient.numel()), scale, accumulate);",
+        "items.unpack(ops::run_of(gradient, 0, gradient.numel()), 1.0, accumulate);",
         "tests/fsdp/test_fsdp_shared_memory.py"
         "::test_gradients_of_large_shares_are_those_of_ddp[memory]",
     ),

@@ -1,6 +1,7 @@
 """Scripts around rounds: accumulation, AMP, several optimizers, buffers, checkpoints."""
 
 import copy
+import gc
 import io
 
 import pytest
@@ -19,6 +20,7 @@ from fastsync import (
     RankMismatchError,
     testing,
 )
+from fastsync.wire.formats import FORMATS
 from tests.helpers.teams import run_ranks
 from tests.sync.test_modes import batch, loop, net
 
@@ -199,8 +201,9 @@ def test_buffers_are_rank_0s_at_the_end_of_a_round():
 
 ROUND_MODES = {
     "local": LocalSGD(4, warmup=1),
-    "diloco": DiLoCo(4, fragments=2, overlap=1, wire="int4"),
+    "diloco": DiLoCo(4, fragments=2, overlap=2, wire="int4"),
     "delayed": Delayed(2),
+    "parts": DiLoCo(4, fragments=2, overlap=2, wire="int4", within=2),
 }
 
 
@@ -232,7 +235,8 @@ def resumed(rank, world, mode):
 
 @pytest.mark.parametrize("mode", ROUND_MODES)
 def test_a_checkpoint_within_a_round_goes_on_with_the_same_bits(mode):
-    assert run_ranks(resumed, 2, ROUND_MODES[mode]) == [[True, True, True]] * 2
+    world = 2 * ROUND_MODES[mode].part_size
+    assert run_ranks(resumed, world, ROUND_MODES[mode]) == [[True, True, True]] * world
 
 
 def other_world(rank, world, states, weights):
@@ -390,6 +394,28 @@ def test_parts_of_ranks():
     for rank, (_, stats, alike) in enumerate(ranks):
         assert alike and stats.steps == 3 and stats.collectives > 0
         assert (stats.round_bytes > 0) == (rank in (0, 2))  # one of each part sends
+
+
+def held_in_parts(rank, world):
+    """Return the bytes of tensors that Python has after a round, and those of one flat buffer."""
+    model = FastDDP(net(), sync=DiLoCo(2, wire="int8", within=2))
+    step = loop(rank, model, torch.optim.SGD(model.parameters(), 0.1))
+    step()
+    step()
+    gc.collect()
+    tensors = [held for held in gc.get_objects() if isinstance(held, torch.Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    state = model.sync_state_dict()["rounds"]["optimizers"][0]
+    block = FORMATS["int8"].block
+    flat = sum(4 * block * -(-p.numel() // block) for p in model.parameters())
+    return sum(storages.values()), sorted(state["kept"]), flat
+
+
+def test_one_rank_of_a_part_holds_the_outer_state():
+    ranks = run_ranks(held_in_parts, 4)
+    for (held, kinds, flat), (less, none, _) in zip(ranks[::2], ranks[1::2], strict=True):
+        assert kinds == ["momentum", "outer", "residual"] and none == []
+        assert held - less == 3 * flat
 
 
 def caught(fn):

@@ -1,9 +1,8 @@
-#include "slots.h"
+#include "transport.h"
 
 #include <limits>
 
 #include "../check.h"
-#include "../ops/buffers.h"
 
 namespace fastsync::engine {
 
