@@ -7,7 +7,6 @@ and the extension is compiled on first import instead.
 
 import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -16,11 +15,11 @@ from setuptools import setup
 HERE = Path(__file__).resolve().parent
 
 
-def load_build():
-    """fastsync/_build/recipe.py, by its path: the package itself must not be imported here."""
-    spec = importlib.util.spec_from_file_location("recipe", HERE / "fastsync/_build/recipe.py")
+def load_build(name="recipe"):
+    """A file of fastsync/_build, by its path: the package itself must not be imported here."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"fastsync/_build/{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["recipe"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -31,7 +30,7 @@ def extension_arguments():
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError:
         return {}
-    build = load_build()
+    build, env = load_build(), load_build("env").Env.read()
 
     class Build(BuildExtension):
         """Compiles the CUDA kernels first, then the rest, and records what for."""
@@ -41,8 +40,8 @@ def extension_arguments():
             work = Path(self.build_temp).resolve()
             work.mkdir(parents=True, exist_ok=True)
             # The machine that compiles need not be the one that has the GPU.
-            wanted = os.environ.get("FASTSYNC_CUDA", "auto").replace("auto", "found")
-            recipe = build.recipe(work, build.find_toolkit(wanted), build.Options())
+            toolkit = build.find_toolkit(env.cuda.replace("auto", "found"))
+            recipe = build.recipe(work, toolkit, build.Options(env.cuda_archs))
             for extension in self.extensions:
                 extension.extra_compile_args = {"cxx": recipe.cxx_flags}
                 extension.extra_link_args = recipe.link_flags

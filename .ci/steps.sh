@@ -53,8 +53,13 @@ install_tools() {
   new_venv tools -r requirements-ci.txt
 }
 
+# What `make setup` has compiled.
 machine_code() {
-  if with_nvcc; then "$STATE/tools/bin/python" csrc/tests/check_sass.py; fi
+  if with_nvcc; then "$STATE/tools/bin/python" csrc/tests/check_sass.py "$(extension_folder)"; fi
+}
+
+extension_folder() {
+  PATH=.venv/bin:$PATH PYTHONPATH=. python -c 'from fastsync._build import extension; print(extension.find().parent)'
 }
 
 # build_with_cmake FOLDER OPTIONS...
@@ -64,28 +69,28 @@ build_with_cmake() {
   local PATH=$STATE/tools/bin:$PATH
   cmake -S . -B "$folder" -G Ninja "$@"
   cmake --build "$folder"
-  ctest --test-dir "$folder" --output-on-failure -LE gpu
+  ctest --test-dir "$folder" --output-on-failure -LE gpu -j "$(nproc)"
 }
 
 # Tests that need a GPU are compiled only.
 cmake_plain() {
   local cuda=OFF
   if with_nvcc; then cuda=ON; fi
-  build_with_cmake "$WORK/cmake" -DFASTSYNC_CUDA=$cuda -DFASTSYNC_DEVICE_TESTS=$cuda
+  build_with_cmake "$WORK/cmake" -DFASTSYNC_DEVICE_TESTS=$cuda
 }
 
 cmake_sanitized() {
-  build_with_cmake "$WORK/cmake-asan" -DFASTSYNC_CUDA=OFF -DFASTSYNC_SANITIZE=address,undefined
+  build_with_cmake "$WORK/cmake-asan" -DFASTSYNC_SANITIZE=address,undefined
 }
 
 # The worker thread is the only one of ours that runs beside another.
 threads_sanitized() {
   local PATH=$STATE/tools/bin:$PATH
-  cmake -S . -B "$WORK/cmake-tsan" -G Ninja -DFASTSYNC_CUDA=OFF -DFASTSYNC_SANITIZE=thread
+  cmake -S . -B "$WORK/cmake-tsan" -G Ninja -DFASTSYNC_SANITIZE=thread
   local tests="worker device_monitor channel mailbox peers"
   # shellcheck disable=SC2086  # names without spaces
   cmake --build "$WORK/cmake-tsan" --target $(printf 'test_%s ' $tests)
-  ctest --test-dir "$WORK/cmake-tsan" -R "^(${tests// /|})$" --output-on-failure
+  ctest --test-dir "$WORK/cmake-tsan" -R "^(${tests// /|})$" --output-on-failure -j "$(nproc)"
 }
 
 # Python itself is not instrumented, so the runtimes are preloaded, into Python but not into the compiler. Leaks are
@@ -96,7 +101,7 @@ sanitized_python() {
     runtimes+="$(c++ -print-file-name=$name) "
   done
   CXX=$WORK/cxx FASTSYNC_CUDA=0 FASTSYNC_SANITIZE=address,undefined LD_PRELOAD=$runtimes \
-    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 timeout 900 .venv/bin/python "$@"
+    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 timeout 900 .venv/bin/python "$@"
 }
 
 extension_sanitized() {
@@ -121,11 +126,13 @@ oldest_torch() {
 }
 
 # An installed package must load what was compiled with it: there is no compiler, and the cache stays empty. The kernels
-# are compiled by nvcc and linked in; ranks run on the CPU. Where there is no nvcc the extension has none.
+# are compiled by nvcc, for one architecture of those that `make setup` has compiled for, and linked in; ranks run on the
+# CPU. Where there is no nvcc the extension has none.
 package_with_oldest() {
   local expect=(--prebuilt) cache=$WORK/empty-cache PATH=$STATE/oldest/bin:$PATH
   if with_nvcc; then expect+=(--cuda-build); fi
-  python -m pip install --disable-pip-version-check -q --no-build-isolation --no-deps --target "$WORK/site" .
+  FASTSYNC_CUDA_ARCHS=80 \
+    python -m pip install --disable-pip-version-check -q --no-build-isolation --no-deps --target "$WORK/site" .
   mkdir "$cache" "$WORK/elsewhere"
   cd "$WORK/elsewhere"
   CXX=/bin/false FASTSYNC_CACHE_DIR=$cache PYTHONPATH=$WORK/site timeout 200 python "$ROOT/.ci/smoke.py" "${expect[@]}"

@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""Checks the machine code of the CUDA kernels; needs nvcc and cuobjdump, but no GPU.
+"""Checks the machine code of the CUDA kernels; needs cuobjdump, but no GPU.
 
-Compiles the CUDA sources with the flags and for the architectures of fastsync/_build/recipe.py,
-which make errors of spills, local memory and every warning, then asserts of each kernel in the
-SASS:
+Reads the objects that fastsync/_build/recipe.py has compiled into a folder, or else has it compile
+them, with errors for spills, local memory and every warning. Asserts of each kernel in the SASS:
 
   - 16-byte loads and stores (LDG...128, STG...128): as many as a round of the kernel moves, so that
     not one of them has been split, and all loads before the first store
@@ -55,8 +54,7 @@ def load_build() -> ModuleType:
 
 
 BUILD = load_build()
-ALL_SOURCES = [ROOT / "csrc" / source for source in BUILD.CUDA_SOURCES]
-SOURCES = [source for source in ALL_SOURCES if "__global__" in source.read_text()]
+SOURCES = [s for s in BUILD.CUDA_SOURCES if "__global__" in (ROOT / "csrc" / s).read_text()]
 
 
 class CheckError(Exception):
@@ -226,7 +224,7 @@ def find_tool(name: str) -> str:
             return str(candidate)
     raise CheckError(
         f"{name} not found on PATH or in {packages}: install the CUDA toolkit"
-        + ("" if name == "nvcc" else f", or `pip install nvidia-cuda-{name}`")
+        f", or `pip install nvidia-cuda-{name}`"
     )
 
 
@@ -237,12 +235,6 @@ def run(command: list[str], path: str) -> str:
     if done.returncode != 0:
         raise CheckError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     return done.stdout
-
-
-def compile_source(nvcc: str, source: Path, output: Path, path: str) -> None:
-    """Compiles as the extension does under CI."""
-    flags = BUILD.Options(strict=True).nvcc_flags
-    run([nvcc, *flags, "-c", str(source), "-o", str(output)], path)
 
 
 def short_name(mangled: str) -> str:
@@ -310,25 +302,39 @@ def inspect(cuobjdump: str, binary: Path, arch: str, path: str) -> list[Kernel]:
     return sorted(kernels.values(), key=lambda kernel: kernel.name)
 
 
-def check(source: Path) -> list[Kernel]:
-    """Compiles and inspects one source; returns every kernel of every architecture."""
-    nvcc, cuobjdump, nvdisasm = (find_tool(t) for t in ("nvcc", "cuobjdump", "nvdisasm"))
+def compile_kernels(folder: Path) -> None:
+    """Compiles as the extension does under CI."""
+    try:
+        toolkit = BUILD.find_toolkit("1")
+        BUILD.compile_cuda(toolkit, folder, BUILD.Options(strict=True))
+    except BUILD.BuildError as error:
+        raise CheckError(error) from error
+
+
+def check(folder: Path) -> list[Kernel]:
+    """Inspects every kernel of every architecture in a folder of objects."""
+    cuobjdump, nvdisasm = (find_tool(t) for t in ("cuobjdump", "nvdisasm"))
     path = os.pathsep.join([str(Path(nvdisasm).parent), os.environ["PATH"]])
-    with tempfile.TemporaryDirectory() as folder:
-        binary = Path(folder) / "kernels.o"
-        compile_source(nvcc, source, binary, path)
-        return [k for arch in BUILD.DEFAULT_ARCHS for k in inspect(cuobjdump, binary, arch, path)]
+    binaries = [BUILD.object_file(source, folder) for source in SOURCES]
+    return [
+        kernel
+        for binary in binaries
+        for arch in BUILD.DEFAULT_ARCHS
+        for kernel in inspect(cuobjdump, binary, arch, path)
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "sources", nargs="*", type=Path, default=SOURCES, help="default: all kernels"
-    )
+    parser.add_argument("folder", nargs="?", type=Path, help="of the objects; default: compile")
+    folder = parser.parse_args().folder
     try:
-        kernels = [kernel for source in parser.parse_args().sources for kernel in check(source)]
+        with tempfile.TemporaryDirectory() as own:
+            if folder is None:
+                compile_kernels(Path(own))
+            kernels = check(folder or Path(own))
     except CheckError as error:
         print(f"check_sass: {error}", file=sys.stderr)
         return 1
