@@ -422,8 +422,8 @@ class Context(StepWatcher, Generic[S]):
                 unit.finish_sums()
         for unit in self.units():
             finalize_gradients(unit.dtype_shards)
-        if self.weights is not None and self._scale is not None:
-            self.weights.note_mean()
+        if self.weights is not None and self.weights.is_open:
+            self.weights.note_mean()  # also where nothing was reduced: earlier means count less now
         self.ending = None
         self.gradients.announce(False)
 

@@ -152,6 +152,7 @@ class MeanWeights:
     Attributes:
         group, device: as given.
         backwards: those that have begun.
+        is_open: a step has begun and not ended.
         divides: what the ranks divide by numbers that travel with the weights; the same on every
             rank, in every step. None: nothing.
         waited: seconds that this rank has waited for the sums.
@@ -175,7 +176,7 @@ class MeanWeights:
         self._divisor = float(self._world)  # of a step without weights
         self._step = 0
         self._status = _Status.NONE  # of this rank in the running step
-        self._is_open = False  # that step has begun and not ended
+        self.is_open = False
         self._skips = False  # this rank leaves it out
         self._mine: Number = 0.0  # what this rank has given for the last step
         self._total: Number = 0.0  # and all ranks; 0: it has no weights
@@ -233,9 +234,9 @@ class MeanWeights:
 
     def count_backward(self) -> None:
         """Note a backward that adds to no mean: what it computes is kept apart from these."""
-        if self._is_open:  # the last step has failed
+        if self.is_open:  # the last step has failed
             self._forget()
-            self._cleared, self._is_open = True, False
+            self._cleared, self.is_open = True, False
         self._given.add(self._fresh)
         self._fresh, self._skips = _Given(), False
         self._backwards += 1
@@ -336,11 +337,11 @@ class MeanWeights:
         """Take part in a step of the other ranks, without inputs. Collective."""
         self._share(_Status.ABSENT)
         self.scale()
-        self._is_open = False
+        self.is_open = False
 
     def _share(self, status: _Status) -> None:
         self._step += 1
-        self._status, self._is_open = status, True
+        self._status, self.is_open = status, True
         batches = self.divides
         more = 0 if batches is None else batches.numbers
         numbers = 1 + self._world * (1 + more)
@@ -426,7 +427,7 @@ class MeanWeights:
         """Note the gradients that hold the mean, at the end of the step."""
         if self._work is not None:
             self.scale()  # nothing had to be sent
-        self._is_open = False
+        self.is_open = False
         ref = weakref.ref
         held = [None if a is None else (ref(a), a._version) for a in self._averages()]
         self._last = _Mean(self._new, held)

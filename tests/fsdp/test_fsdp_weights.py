@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fastsync import FastDDP, fully_shard
@@ -153,6 +154,35 @@ def test_frozen_param_groups_have_no_part_in_the_mean(most):
             if there:
                 mine, right = ([all_of[i] for i in there] for all_of in (grads, all_grads))
                 assert distance(mine, right) <= 2**-23
+
+
+class Passing(nn.Module):
+    """A model whose forward may leave out all parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x, left_out):
+        return x * 2 if left_out else self.layer(x)
+
+
+def counted(rank, world):
+    """Return a gradient after a micro-batch of weight 3, and after another that uses nothing."""
+    model, found = Passing(), []
+    fully_shard(model.layer)
+    fully_shard(model)
+    for weight, left_out in ((3, False), (5, True)):
+        model.add_weight(weight)
+        model(torch.ones(3, requires_grad=True), left_out).sum().backward()
+        found.append(model.layer.weight.grad.full_tensor())
+    return found
+
+
+def test_a_micro_batch_that_uses_no_parameter_counts():
+    for first, both in run_ranks(counted, 2):
+        assert torch.allclose(first, torch.full((3, 3), 1 / 3))
+        assert torch.allclose(both, first * (3 / 8))
 
 
 def inner(rank, world):
