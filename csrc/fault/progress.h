@@ -45,8 +45,8 @@ struct ProgressSnapshot {
   int64_t kinds = 0;   // see Kinds
 };
 
-// How many of a rank's first collectives are of which kind, and which they are. Packed into one word,
-// so that a reader never sees numbers of different moments. All count on from 0 where they overflow.
+// How many of a rank's first collectives are of which kind, and which they are. Packed into one
+// word, so that a reader never sees numbers of different moments. Numbers that overflow begin at 0.
 struct Kinds {
   uint32_t issued = 0;      // 24 bits: collectives, of which
   uint8_t evaluations = 0;  // belong to forwards without gradients of parameters that are trained
