@@ -168,7 +168,7 @@ def cut_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return make_dtensor(local.detach().clone().contiguous(), with_dtype(spec, whole.dtype))
 
 
-# Operators that draw random numbers of which nothing but the sizes of a tensor depends.
+# Operators whose random numbers depend on nothing but a tensor's sizes.
 _DRAWS = (
     torch.ops.aten.bernoulli_.float,
     torch.ops.aten.normal_.default,

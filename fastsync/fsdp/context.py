@@ -210,7 +210,18 @@ class Context(StepWatcher, Generic[S]):
         Raises:
             RuntimeError: the optimizer holds such a parameter.
         """
-        for param in params_of(optimizer):
+        members = [member for unit in self.units() for member in unit.members]
+        held = {id(param): param for param in params_of(optimizer)}
+        for member in members:
+            if member.whole is not None and id(member.whole) in held:
+                raise RuntimeError(
+                    f"the optimizer holds the unsharded parameter {member.name!r}, which nothing "
+                    "synchronises; make the optimizer where the parameters are sharded: before the "
+                    "forward, or after model.reshard()"
+                )
+        sharded = {id(member.sharded) for member in members}
+        others = [param for identity, param in held.items() if identity not in sharded]
+        for param in others:
             owner = getattr(param, OWNER, None)
             if owner is not None and owner[0]() is not None:
                 raise RuntimeError(
@@ -218,7 +229,8 @@ class Context(StepWatcher, Generic[S]):
                     "before fully_shard(), which the model no longer uses; make the optimizer "
                     "after fully_shard(), from model.parameters()"
                 )
-        self._check_held(set(map(id, params_of(optimizer))))
+        if 0 < len(others) < len(held):  # the others may have been added to the model
+            self.states[0].check_layers()
 
     def replaces(self, optimizer: Optimizer) -> bool:
         """Return whether it steps on shares."""
@@ -240,19 +252,6 @@ class Context(StepWatcher, Generic[S]):
         """
         self._local_steps.after(optimizer)
         self.after_step(optimizer)
-
-    def _check_held(self, held: set[int]) -> None:
-        members = [member for unit in self.units() for member in unit.members]
-        for member in members:
-            if member.whole is not None and id(member.whole) in held:
-                raise RuntimeError(
-                    f"the optimizer holds the unsharded parameter {member.name!r}, which nothing "
-                    "synchronises; make the optimizer where the parameters are sharded: before the "
-                    "forward, or after model.reshard()"
-                )
-        ours = held & {id(member.sharded) for member in members}
-        if ours and len(ours) < len(held):  # the others may have been added to the model
-            self.states[0].check_layers()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Mark units whose shares have changed.

@@ -118,7 +118,7 @@ def _views(
 def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[Rectangle]:
     """Elements [begin, end) of a contiguous array, cut into as few as its first dimensions allow.
 
-    At most 2n - 1 for n dimensions: the rest of a row, whole rows, the beginning of a row, and and
+    At most 2n - 1 for n dimensions: the rest of a row, whole rows, the beginning of a row, and
     the same within the two rows that are not whole.
 
     Yields:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
 
 import fastsync
 from tests.conformance.stages import STAGES, Net, batch, check, full, loss_of, net, train, whole
@@ -67,7 +66,7 @@ def _initialise(rank, world):
     expected = net(seed=7)
     with torch.device("meta"):
         model = Net()
-    fastsync.fully_shard(model.first, shard_placement_fn=lambda param: Shard(0))
+    fastsync.fully_shard(model.first)
     fastsync.fully_shard(model)
     model.to_empty(device="cpu")
     torch.manual_seed(7)
