@@ -44,6 +44,7 @@ class UnitState(Protocol):
     """State of a module, as a context knows it."""
 
     unit: Unit | None
+    is_root: bool | None
 
     def announce_backward(self) -> None: ...
     def check_layers(self) -> None: ...
@@ -242,6 +243,9 @@ class Context(StepWatcher, Generic[S]):
         self.trim()  # of the backward's last messages too, which the others have read by now
         members = [member for unit in self.units() for member in unit.members]
         self._loaded.shard(optimizer, members)
+        if self.states[0].is_root is None:
+            # A closure's forward, which is the first one, may end this context within the step.
+            return None
         params = (member.sharded for member in members)
         return self._local_steps.before(optimizer, args, params)
 

@@ -198,9 +198,9 @@ def registers_hooks_between_steps(wrap, rank):
 
 
 def zeroes_in_a_pre_hook_before_a_closure(wrap, rank):
-    """Torch calls a closure after all hooks before the step."""
+    """Torch calls a closure after all hooks before the step. In it is the first forward, too."""
     model = wrap(net())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     optimizer.register_step_pre_hook(lambda *_: optimizer.zero_grad())
     for step in range(3):
 
