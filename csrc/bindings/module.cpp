@@ -250,6 +250,7 @@ void bind_engine(py::module_& m) {
       .def("on_plan_due", &Reducer::on_plan_due, release, py::arg("fn"))
       .def("compare_every", &Reducer::compare_every, release, py::arg("steps"), py::arg("differ"))
       .def("replica_digests", &Reducer::replica_digests, release)
+      .def("accumulated", &Reducer::accumulated, release)
       .def("prepare_forward", &Reducer::prepare_forward, release, py::arg("captured") = false)
       .def("prepare_local_forward", &Reducer::prepare_local_forward, release)
       .def("announce_backward", &Reducer::announce_backward, release)

@@ -1416,6 +1416,17 @@ std::vector<int64_t> Reducer::replica_digests() const {
   return ops::digests(held);
 }
 
+std::vector<int64_t> Reducer::accumulated() const {
+  const Lock lock(mutex_);
+  std::vector<int64_t> found;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i]->used && params_[i]->tensor.grad().defined()) {
+      found.push_back(static_cast<int64_t>(i));
+    }
+  }
+  return found;
+}
+
 bool Reducer::are_alike(int64_t digest) {
   std::vector<bool> bits(kDigestBits);
   for (size_t i = 0; i < kDigestBits; ++i) bits[i] = (static_cast<uint64_t>(digest) >> i) % 2 == 1;

@@ -141,6 +141,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Returns digests of all parameters, then of the averages of the last step, by parameter; 0 if
   // not all ranks have that average.
   std::vector<int64_t> replica_digests() const;
+  // Returns the parameters into whose gradients a backward has accumulated since the last step of
+  // this reducer, so that they hold something that nobody has averaged.
+  std::vector<int64_t> accumulated() const;
 
   // Starts a forward whose backward will synchronise. Throws the complaint of the previous
   // backward, if there is one. `captured`: see [Note: captured steps].

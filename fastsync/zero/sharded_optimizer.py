@@ -60,6 +60,7 @@ from fastsync.zero.gradient_proxies import (
     lend_gradients,
     make_whole,
 )
+from fastsync.zero.local_gradients import check_averaged
 from fastsync.zero.optimizer_state import Slices, StateView, described, held_state
 from fastsync.zero.partition import Partition, Slice
 from fastsync.zero.slices import MASTER, NARROW, State, cut_value, of_master, whole_states
@@ -186,6 +187,7 @@ class ShardedOptimizers(StepWatcher):
                 "zero=0"
             )
         arguments = with_loss(args)
+        check_averaged(filter(self.shares_steps, params_of(optimizer)), self.engine, self.exchange)
         return self.attach(optimizer).arguments(optimizer, arguments)
 
     def attach(self, optimizer: Optimizer) -> ShardedOptimizer:

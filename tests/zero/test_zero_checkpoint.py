@@ -214,7 +214,7 @@ def names_in_files(rank, world):
     module = net()
     model = FastDDP(torch.compile(module, backend="eager"), zero=1)
     optimizer = optim.AdamW([module.line.weight, module.scale], 0.01)
-    train(module, optimizer, [0], rank, world)
+    train(model, optimizer, [0], rank, world)
     optimizer.add_param_group({"params": [module.last.weight]})
     ours = model.optimizer_state_dict(Outer(optimizer))
     theirs = get_optimizer_state_dict(model, optimizer)

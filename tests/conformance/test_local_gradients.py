@@ -1,0 +1,99 @@
+"""Steps on gradients that no backward has averaged."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.conformance.stages import batch, check, full, loss_of, net, train
+
+# Each rank steps on pieces of the parameters.
+SHARDED_STEPS = ("zero1", "zero1-small", "zero2")
+REFUSED = r"not averaged and differ between the ranks, such as that of .*zero=0"
+
+
+def under_no_sync(model, x):
+    with model.no_sync():
+        loss_of(model(x)).backward()
+
+
+def through_the_bare_module(model, x):
+    loss_of(model.module(x)).backward()
+
+
+def twice_through_one_graph(model, x):
+    loss = loss_of(model(x))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def one_layer_more(model, x):
+    """A loss of one layer alone, after the backward that synchronises."""
+    loss_of(model(x)).backward()
+    loss_of(model.module.first(x)).backward()
+
+
+def steps_on_what_is_there(wrap, rank, backward):
+    model = wrap(net())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    train(model, optimizer, rank)
+    optimizer.zero_grad()
+    backward(model, batch(rank, 3))
+    optimizer.step()
+    return full(model)
+
+
+def averages_by_hand(wrap, rank):
+    """As a script that sends all gradients in one message does."""
+    model = wrap(net())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for step in range(3):
+        optimizer.zero_grad()
+        under_no_sync(model, batch(rank, step))
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        optimizer.step()
+    return full(model)
+
+
+def looks_aside(wrap, rank):
+    """Gradients of another loss are thrown away before the step."""
+    model = wrap(net())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for step in range(3):
+        through_the_bare_module(model, batch(rank, 50 + step))
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss_of(model(batch(rank, step))).backward()
+        kept = [param.grad.clone() for param in model.parameters()]
+        through_the_bare_module(model, batch(rank, 70 + step))
+        for param, grad in zip(model.parameters(), kept, strict=True):
+            param.grad = grad
+        optimizer.step()
+    return full(model)
+
+
+# zero=2 averages under no_sync(), too.
+REFUSALS = [
+    (backward, stage)
+    for backward in (
+        under_no_sync,
+        through_the_bare_module,
+        twice_through_one_graph,
+        one_layer_more,
+    )
+    for stage in SHARDED_STEPS
+    if (backward, stage) != (under_no_sync, "zero2")
+]
+
+
+@pytest.mark.parametrize(
+    ("backward", "stage"), REFUSALS, ids=lambda value: getattr(value, "__name__", value)
+)
+def test_ranks_that_would_train_apart_get_an_error(backward, stage):
+    check(steps_on_what_is_there, stage, backward, error=REFUSED)
+
+
+@pytest.mark.parametrize("stage", ["zero0", *SHARDED_STEPS])
+@pytest.mark.parametrize("script", [averages_by_hand, looks_aside], ids=lambda s: s.__name__)
+def test_equal_gradients_are_stepped_on(script, stage):
+    check(script, stage)
