@@ -78,6 +78,7 @@ SharedStatements::SharedStatements(const SharedMemory& memory, size_t channel,
   for (size_t i = 0; i < mine_.size(); ++i) {
     mine_[i] = memory.make_flat(static_cast<int64_t>(sizeof(Word)), at::kByte);
     places_[i] = *memory.place_of(mine_[i]);
+    memory.leave(mine_[i]);  // slower ranks read the last statement, too, whatever comes after it
   }
 }
 

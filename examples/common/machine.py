@@ -48,9 +48,8 @@ def describe(facts: dict[str, Any]) -> str:
     threads = f"{facts['threads_per_rank']} thread(s)"
     ranks = f"{facts['ranks']} ranks over {facts['transport']}, {threads} each"
     return (
-        f"{f'1 process, {threads}' if facts['ranks'] == 1 else ranks}; {device}, "
-        f"{facts['memory_gib']:.0f} GiB; torch {facts['torch']}, Python {facts['python']}; "
-        f"commit {facts['commit'] or 'unknown'}"
+        f"{f'1 process, {threads}' if facts['ranks'] == 1 else ranks}; {device}; "
+        f"torch {facts['torch']}; commit {facts['commit'] or 'unknown'}"
     )
 
 

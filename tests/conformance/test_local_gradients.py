@@ -1,10 +1,19 @@
 """Steps on gradients that no backward has averaged."""
 
+import gc
+import os
+import re
+import signal
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from fastsync import FastDDP
 from tests.conformance.stages import batch, check, full, loss_of, net, train
+from tests.helpers.teams import run_ranks
 
 # Each rank steps on pieces of the parameters.
 SHARDED_STEPS = ("zero1", "zero1-small", "zero2")
@@ -97,3 +106,36 @@ def test_ranks_that_would_train_apart_get_an_error(backward, stage):
 @pytest.mark.parametrize("script", [averages_by_hand, looks_aside], ids=lambda s: s.__name__)
 def test_equal_gradients_are_stepped_on(script, stage):
     check(script, stage)
+
+
+def ends_while_another_reads(rank, world):
+    """Rank 0 is stopped where it waits for rank 1, which has its error, and no model any more,
+    before rank 0 goes on.
+    """
+    model = FastDDP(net(), zero=1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    train(model, optimizer, rank)
+    twice_through_one_graph(model, batch(rank, 3))
+    processes = [0] * world
+    dist.all_gather_object(processes, os.getpid())
+    if rank == 1:
+        time.sleep(0.5)
+        os.kill(processes[0], signal.SIGSTOP)
+        # Should rank 0 have been too late to wait, both go on together.
+        goes_on = threading.Timer(5.0, os.kill, (processes[0], signal.SIGCONT))
+        goes_on.start()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        text = str(error)
+    if rank == 1:
+        del model, optimizer
+        gc.collect()
+        os.kill(processes[0], signal.SIGCONT)
+        goes_on.cancel()
+    return text
+
+
+def test_the_error_of_a_slow_rank_is_the_same():
+    for text in run_ranks(ends_while_another_reads, 2):
+        assert re.search(REFUSED, text), text
