@@ -60,11 +60,11 @@ from fastsync.zero.gradient_proxies import (
     lend_gradients,
     make_whole,
 )
-from fastsync.zero.local_gradients import check_averaged
 from fastsync.zero.optimizer_state import Slices, StateView, described, held_state
 from fastsync.zero.partition import Partition, Slice
 from fastsync.zero.slices import MASTER, NARROW, State, cut_value, of_master, whole_states
 from fastsync.zero.state_fetch import Others, StateShards, await_others, fetch_whole
+from fastsync.zero.unaveraged import check_averaged
 
 # Each parameter's update depends on that parameter alone, but on all of its elements.
 _TENSORWISE = ("Adafactor", "Muon", "SparseAdam")

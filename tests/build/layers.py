@@ -118,7 +118,7 @@ MODULE_LAYERS = {
         ["parameter_codes"],
         ["dcp_chunks", "flat_buffer"],
         ["gradient_proxies", "slices"],
-        ["gradient_norms", "local_gradients", "optimizer_state"],
+        ["gradient_norms", "optimizer_state", "unaveraged"],
         ["state_fetch"],
         ["sharded_optimizer"],
         ["neighbour_copies", "state_passing"],
