@@ -293,17 +293,17 @@ ROWS = (
         "a hook divides its buffers by the number of ranks",
     ),
     Row(
-        "sync without within",
-        "zero=1 or 2",
-        "a shard of the optimizer's state needs the gradients of all ranks that have the others",
-        "pass within=, whose ranks then share it",
-    ),
-    Row("sync", "zero=3", "a round averages parameters that each rank has", "use zero=1 or 2"),
-    Row(
         "sync",
         "zero with masters",
-        "a round averages rounded parameters, and the masters would follow them",
+        "rounded parameters are averaged, and would become the masters",
         "leave parameter_wire and master_weights out",
+    ),
+    Row("sync", "zero=3", "parameters are averaged whole", "use zero=2 with within="),
+    Row(
+        "sync without within",
+        "zero=1 or 2",
+        "a shard of the optimizer's state needs the gradients of all ranks",
+        "pass within=",
     ),
     Row(
         "sync with something on its way",

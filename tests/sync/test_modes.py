@@ -172,8 +172,13 @@ HYBRID = {
 }
 
 
+# A shard adds the gradients of more than two ranks in another order.
+HYBRID_CASES = [("one-part", 0)] + [
+    (name, zero) for name in HYBRID if name != "one-part" for zero in (0, 1, 2)
+]
+
+
 @pytest.mark.slow(but=("streaming-int4-0", "delayed-1", "streaming-int4-2"))
-@pytest.mark.parametrize("zero", [0, 1, 2])
-@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize(("name", "zero"), HYBRID_CASES)
 def test_parts_average_gradients_within_and_parameters_between(name, zero):
     check(4, Training(HYBRID[name], "adamw", saves=[5], zero=zero))
