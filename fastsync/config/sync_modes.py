@@ -18,12 +18,12 @@ NO_GROUP = (GroupMember.NON_GROUP_MEMBER, None)
 class _Mode:
     """What modes have in common, where they have no field of the name."""
 
+    within: Within
+
     @property
     def warmup(self) -> int:
         """Return how many first steps average gradients."""
         return 0
-
-    within: Within
 
     @property
     def part_size(self) -> int:
