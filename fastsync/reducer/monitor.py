@@ -114,10 +114,15 @@ def lend_watch(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
         _monitors()[part] = _Monitor(monitor.watch, ranks)
 
 
+def numbers_of(group: dist.ProcessGroup) -> Sequence[int]:
+    """Return the ranks of `group` as its watch counts them, and as errors name them."""
+    monitor = _monitors().get(group)
+    return range(group.size()) if monitor is None else monitor.ranks
+
+
 def number_of(group: dist.ProcessGroup, rank: int | None = None) -> int:
-    """Return what errors call a rank of `group`, this one by default: as a larger one counts it."""
-    monitor, rank = _monitors().get(group), group.rank() if rank is None else rank
-    return rank if monitor is None else monitor.ranks[rank]
+    """Return what errors call a rank of `group`, this one by default."""
+    return numbers_of(group)[group.rank() if rank is None else rank]
 
 
 def looks_out(group: dist.ProcessGroup) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fastsync._torch import WrapperTensor
 from fastsync.faults.rendezvous import Rendezvous
 from fastsync.reducer import core
-from fastsync.reducer.monitor import number_of, watched
+from fastsync.reducer.monitor import number_of, numbers_of, watched
 from fastsync.reducer.unused_parameters import NamedParam
 
 _REMEDY = (
@@ -85,8 +85,8 @@ class Exchange:
         try:
             everyones = words.exchange(wish, mine)
         except RuntimeError as error:
-            numbers = [number_of(self.group, rank) for rank in range(self.group.size())]
-            whose = f" (of ranks {numbers})" if numbers != [*range(len(numbers))] else ""
+            ranks = [*numbers_of(self.group)]
+            whose = "" if ranks == [*range(len(ranks))] else f" (of ranks {ranks})"
             raise RuntimeError(f"{error}{whose}. {_REMEDY}") from error
         if everyones is None:
             raise self._disagreement(wish)

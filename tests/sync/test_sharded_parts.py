@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -153,6 +154,37 @@ def test_a_rank_that_dies_in_its_part_is_named(tmp_path):
         testing.run_ranks(killed, 4, tmp_path)
     said = [(tmp_path / str(rank)).read_text() for rank in range(VICTIM)]
     assert said == [f"[{VICTIM}]"] * VICTIM
+
+
+def a_part_is_ahead(rank, world):
+    """The first part leaves out a step, and goes on, while the other one is in its step."""
+    model = FastDDP(net(), sync=LocalSGD(9, within=2), zero=1)
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), 0.01), torch.amp.GradScaler("cpu")
+    store = dist.distributed_c10d._get_default_store()
+
+    def come_late(*_):
+        if rank == VICTIM and step == 1:
+            store.wait(["ahead"])
+            time.sleep(0.5)  # for what the others tell of their collectives
+
+    optimizer.register_step_pre_hook(come_late)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(batch(rank, step)).square().mean()
+        overflows = rank < 2 and step == 1
+        scaler.scale(loss * (float("inf") if overflows else 1)).backward()
+        if rank < 2 and step == 2:
+            store.set("ahead", "")
+            store.wait(["made"])
+        scaler.step(optimizer)
+        scaler.update()
+        if rank == VICTIM and step == 1:
+            store.set("made", "")
+    return values(model).isfinite().all().item()
+
+
+def test_a_part_may_leave_out_a_step_while_another_makes_it():
+    assert all(testing.run_ranks(a_part_is_ahead, 4))
 
 
 def alone(rank, world, through):
