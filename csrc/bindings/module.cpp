@@ -275,7 +275,7 @@ void bind_engine(py::module_& m) {
       .def("start_gather", &Reducer::start_gather, release, py::arg("flat"))
       .def("finish_gathers", &Reducer::finish_gathers, release)
       .def("use_memory", &use_memory, release, py::arg("memory"), py::arg("group") = 0)
-      .def("use_watch", &Reducer::use_watch, release, py::arg("watch"))
+      .def("use_watch", &Reducer::use_watch, release, py::arg("watch"), py::arg("ranks"))
       .def("use_pipelines", &use_pipelines, release, py::arg("group_names"), py::arg("node_memory"),
            py::arg("group") = 0)
       .def("residuals", &residuals_of)

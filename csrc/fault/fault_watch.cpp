@@ -570,7 +570,7 @@ std::optional<Fault> FaultWatch::find_mismatch(const ExpectedCollective& expecte
     if (expected.model >= models_.size()) return std::nullopt;
     const Model& model = models_[expected.model];
     for (const auto& [rank, neighbour] : neighbours_) {
-      if (expected.model >= neighbour.progress.size()) continue;
+      if (!expects(expected, rank) || expected.model >= neighbour.progress.size()) continue;
       const ProgressSnapshot& at = neighbour.progress[expected.model];
       const Kinds theirs = Kinds::of(at.kinds);
       if (const auto ours = model.progress->kinds_of(theirs.issued)) {

@@ -1012,9 +1012,11 @@ void Reducer::finish_gathers() {
 
 // -- waiting for other ranks --
 
-void Reducer::use_watch(std::shared_ptr<FaultWatch> watch) {
+// `ranks`: those of this reducer, as the watch counts them.
+void Reducer::use_watch(std::shared_ptr<FaultWatch> watch, std::vector<int64_t> ranks) {
   const Lock lock(mutex_);
   faults_ = std::move(watch);
+  watched_ranks_ = std::move(ranks);
   log_.use_board(board_ = nullptr);
   if (!faults_) return;
   std::vector<std::string> names;
@@ -1047,9 +1049,11 @@ void Reducer::follow(std::function<ExpectedCollective()> what) {
 // Follows all averages of the step.
 void Reducer::follow_step() {
   const int64_t issued = log_.progress()->issued();
-  follow([model = watched_as_, issued, step = stats_.steps + 1, buckets = plan_.buckets.size()] {
+  follow([model = watched_as_, ranks = watched_ranks_, issued, step = stats_.steps + 1,
+          buckets = plan_.buckets.size()] {
     ExpectedCollective expected;
     expected.model = model;
+    expected.ranks = ranks;
     expected.issued = issued;
     expected.label = concat("the averages of step ", step, " (", buckets, " buckets)");
     return expected;
@@ -1079,6 +1083,7 @@ void Reducer::await_buffers(const std::function<void()>& exchange) {
 ExpectedCollective Reducer::expected(size_t bucket) const {
   ExpectedCollective result;
   result.model = watched_as_;
+  result.ranks = watched_ranks_;
   result.bucket = static_cast<int64_t>(bucket);
   result.issued = log_.progress()->issued_with(result.bucket + 1);
   result.label = concat("bucket ", bucket, " of ", plan_.buckets.size(), " (",
@@ -1251,6 +1256,7 @@ void Reducer::await_last_issued(comm::InFlight& work, Phase phase, const std::st
   log_.progress()->reach(phase);
   ExpectedCollective expected;
   expected.model = watched_as_;
+  expected.ranks = watched_ranks_;
   expected.issued = log_.progress()->issued();
   expected.label = label;
   waits_since_ = FaultWatch::Clock::now();

@@ -195,7 +195,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void use_memory(std::shared_ptr<comm::Collective> sums, std::shared_ptr<comm::Collective> regions,
                   std::shared_ptr<ops::BufferPool> pool, size_t group = 0);
   // Watches for faults of other ranks while it waits; null: no longer.
-  void use_watch(std::shared_ptr<FaultWatch> watch);
+  void use_watch(std::shared_ptr<FaultWatch> watch, std::vector<int64_t> ranks);
   // Returns the step timing of the latest window that all ranks have reported; nothing without a
   // watch, or on devices.
   std::optional<StepTimingReport> step_timing() const;
@@ -394,6 +394,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   StepLog log_;
   std::shared_ptr<FaultWatch> faults_;  // null: no watch
   size_t watched_as_ = 0;
+  std::vector<int64_t> watched_ranks_;      // those that issue the same collectives
   std::shared_ptr<StepTimingBoard> board_;  // null: step timing is not shared
   FaultWatch::Clock::time_point waits_since_;
   std::pair<int64_t, size_t> waited_for_{-1, 0};  // step and bucket

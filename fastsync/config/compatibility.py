@@ -65,9 +65,13 @@ def _sync(setup: Setup, refused: bool) -> str:
     return f"sync={mode.describe()}" if mode is not None and refused else ""
 
 
+def _averages_alone(setup: Setup) -> bool:
+    return setup.policy.sync is not None and setup.policy.sync.part_size == 1
+
+
 def _sends_no_gradients(setup: Setup) -> bool:
     mode = setup.policy.sync
-    return mode is not None and mode.warmup == 0 and mode.part_size == 1
+    return mode is not None and mode.warmup == 0 and _averages_alone(setup)
 
 
 def _divisors_differ(setup: Setup) -> bool:
@@ -77,6 +81,13 @@ def _divisors_differ(setup: Setup) -> bool:
 def _sends_while_steps_run(setup: Setup) -> bool:
     mode = setup.policy.sync
     return isinstance(mode, Delayed) or (isinstance(mode, DiLoCo) and mode.overlap > 0)
+
+
+def _masters(setup: Setup) -> str:
+    zero = setup.policy.zero
+    if zero.parameter_wire is not None:
+        return f"parameter_wire={zero.parameter_wire!r}"
+    return "master_weights" if zero.master_weights else ""
 
 
 def _coded(setup: Setup) -> bool:
@@ -126,6 +137,7 @@ FEATURES: Mapping[str, Callable[[Setup], str]] = {
     ),
     "sync with something on its way": lambda s: _sync(s, _sends_while_steps_run(s)),
     "sync of local gradients": lambda s: _sync(s, _sends_no_gradients(s)),
+    "sync without within": lambda s: _sync(s, _averages_alone(s)),
     "timeline": lambda s: "timeline" if s.timeline else "",
     "weights": lambda s: "add_weight()" if s.weights else "",
     "wire": lambda s: _wire(s, not s.policy.wire.plain),
@@ -136,9 +148,11 @@ FEATURES: Mapping[str, Callable[[Setup], str]] = {
         if _coded(s) and s.policy.zero.stage
         else ""
     ),
+    "zero=1 or 2": lambda s: _stage(s, 1, 2),
     "zero=1 to 3": lambda s: _stage(s, 1, 2, 3),
     "zero=2 or 3": lambda s: _stage(s, 2, 3),
     "zero=3": lambda s: _stage(s, 3),
+    "zero with masters": _masters,
 }
 _ON_PLAIN_TENSORS = (
     "elastic",
@@ -280,8 +294,16 @@ ROWS = (
     ),
     Row(
         "sync",
-        "zero=1 to 3",
+        "zero with masters",
+        "rounded parameters are averaged, and would become the masters",
+        "leave parameter_wire and master_weights out",
+    ),
+    Row("sync", "zero=3", "parameters are averaged whole", "use zero=2 with within="),
+    Row(
+        "sync without within",
+        "zero=1 or 2",
         "a shard of the optimizer's state needs the gradients of all ranks",
+        "pass within=",
     ),
     Row(
         "sync with something on its way",

@@ -18,15 +18,12 @@ NO_GROUP = (GroupMember.NON_GROUP_MEMBER, None)
 class _Mode:
     """What modes have in common, where they have no field of the name."""
 
+    within: Within
+
     @property
     def warmup(self) -> int:
         """Return how many first steps average gradients."""
         return 0
-
-    @property
-    def within(self) -> Within:
-        """Return which ranks average their gradients: each alone."""
-        return 1
 
     @property
     def part_size(self) -> int:
@@ -161,15 +158,18 @@ class Delayed(_Mode):
 
     Attributes:
         steps: optimizer steps that a collective may take.
+        within: as of `LocalSGD`.
 
     Raises:
-        TypeError, ValueError: it is no positive number.
+        TypeError, ValueError: a value makes no sense.
     """
 
     steps: int = 1
+    within: Within = 1
 
     def __post_init__(self) -> None:
         _check_number(self, "steps", 1)
+        _check_within(self)
 
     @property
     def every(self) -> int:
@@ -218,7 +218,7 @@ def _check_number(mode: object, name: str, least: int) -> None:
         raise ValueError(f"sync: {name} must be at least {least}, but is {value}")
 
 
-def _check_within(mode: LocalSGD | DiLoCo) -> None:
+def _check_within(mode: SyncMode) -> None:
     # A rank that is in no group learns of it with the others, when the model is wrapped.
     if not isinstance(mode.within, ProcessGroup) and mode.within not in NO_GROUP:
         _check_number(mode, "within", 1)

@@ -337,12 +337,13 @@ class FastDDP(Front):
         logger = DDPLogger(engine, data, self.find_unused_parameters and not static_graph)
         self._guards = _make_guards(engine, self.module, frozenset(self.parameters_to_ignore))
         self._skips = Skips(engine) if self._policy.may_skip else None
-        sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
         rounds = None
         if mode is not None:
             elastic = self._policy.elastic is not None
             on_round = weakly(self._sync_buffers_after_round)
             rounds = make_rounds(mode, named, self.process_group, on_round, nodes, elastic)
+        # After the rounds, which so see a step once its ranks have exchanged what they updated.
+        sharded = ShardedOptimizers(engine, self._policy.zero) if self._policy.zero.stage else None
         recorder = record_steps(
             self._timeline,
             type(self.module).__name__,

@@ -46,6 +46,7 @@ class Rendezvous:
         timeout: seconds that a rank waits for the others.
         wait_scope: context manager, entered with the reason while this rank waits. It yields a
             function that is called again and again, and raises where a rank has ended.
+        number_of: returns what errors call a rank of the group.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class Rendezvous:
         name: str,
         timeout: float,
         wait_scope: WaitScope = _alone,
+        number_of: Callable[[int], int] = int,
     ) -> None:
         self._group, self._rank, self._world = group, group.rank(), group.size()
         self._store = group_store(group) if self._world > 1 else None
         self._name, self._timeout, self._wait_scope = name, timeout, wait_scope
+        self._number_of = number_of
         self._meetings = 0
         self._said = ""
         if self._store is not None:
@@ -101,10 +104,10 @@ class Rendezvous:
             alike = store.add(f"{place}/said {said}", 0) == self._world
             store.set(f"{place}/all", "alike" if alike else "unlike")
         with self._wait_scope(f"a meeting for {reason}") as look:
-            if absent := self._absent(store, place, look):
+            if absent := list(map(self._number_of, self._absent(store, place, look))):
                 raise SyncFault(
-                    f"rank {self._rank} waited {self._timeout:g} s for {reason}, but ranks "
-                    f"{absent} did not come. {remedy}",
+                    f"rank {self._number_of(self._rank)} waited {self._timeout:g} s for {reason}, "
+                    f"but ranks {absent} did not come. {remedy}",
                     absent,
                     seconds=self._timeout,
                     reason="did not come",

@@ -114,6 +114,17 @@ def lend_watch(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
         _monitors()[part] = _Monitor(monitor.watch, ranks)
 
 
+def numbers_of(group: dist.ProcessGroup) -> Sequence[int]:
+    """Return the ranks of `group` as its watch counts them, and as errors name them."""
+    monitor = _monitors().get(group)
+    return range(group.size()) if monitor is None else monitor.ranks
+
+
+def number_of(group: dist.ProcessGroup, rank: int | None = None) -> int:
+    """Return what errors call a rank of `group`, this one by default."""
+    return numbers_of(group)[group.rank() if rank is None else rank]
+
+
 def looks_out(group: dist.ProcessGroup) -> bool:
     """Return whether a rank can check for faults while it waits for the others of `group`."""
     return watch_of(group) is not None and is_gloo(group)
@@ -510,7 +521,8 @@ def answer_of(group: dist.ProcessGroup, label: str, rank: int) -> Iterator[Calla
         if scope is not None and waited >= Env.read().stall_warn:
             scope.look()
         if timeout is not None and waited > timeout.total_seconds():
-            text = f"rank {rank} did not come within {timeout.total_seconds():g} s"
+            late = number_of(group, rank)
+            text = f"rank {late} did not come within {timeout.total_seconds():g} s"
             if scope is not None:
                 scope.explain(text)
             raise TimeoutError(text)
@@ -537,4 +549,4 @@ def make_rendezvous(group: dist.ProcessGroup, name: str, timeout: float) -> Rend
             if scope is not None:
                 scope.end(came)
 
-    return Rendezvous(group, name, timeout, wait_scope)
+    return Rendezvous(group, name, timeout, wait_scope, partial(number_of, group))

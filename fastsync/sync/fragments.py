@@ -176,6 +176,7 @@ class DelayedFragment(Fragment):
         return self._exchange.sum_flat(self._sent.clone())
 
     def _update(self, average: torch.Tensor, last: bool) -> None:
+        average = self._spread(average)
         self.params.unpack(self.params.pack().sub_(self._sent).add_(average))
 
     def _buffers(self) -> dict[str, torch.Tensor]:

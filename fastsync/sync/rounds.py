@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -294,7 +295,7 @@ class _OptimizerRounds:
         return [
             value
             for param in params
-            for _, value in sorted(optimizer.state.get(param, {}).items())
+            for value in _known_values(optimizer.state.get(param, {}))
             if isinstance(value, torch.Tensor)
             and value.shape == param.shape
             and value.is_floating_point()
@@ -416,6 +417,13 @@ class _OptimizerRounds:
         self.steps, self._origin = int(state["steps"]), int(state["origin"])
         for fragment in self._fragments.values():
             fragment.load(state["kept"], state["due"].get(fragment.names[0], 0))
+
+
+def _known_values(state: State) -> Iterator[Any]:
+    """Yield the values of a parameter's state, by name. `zero` may leave numbers to their owner."""
+    for name in sorted(state):
+        with suppress(RuntimeError):
+            yield state[name]
 
 
 def _run(task: Callable[[], None], waits: bool) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fastsync._torch import WrapperTensor
 from fastsync.faults.rendezvous import Rendezvous
 from fastsync.reducer import core
-from fastsync.reducer.monitor import watched
+from fastsync.reducer.monitor import number_of, numbers_of, watched
 from fastsync.reducer.unused_parameters import NamedParam
 
 _REMEDY = (
@@ -85,15 +85,17 @@ class Exchange:
         try:
             everyones = words.exchange(wish, mine)
         except RuntimeError as error:
-            raise RuntimeError(f"{error}. {_REMEDY}") from error
+            ranks = [*numbers_of(self.group)]
+            whose = "" if ranks == [*range(len(ranks))] else f" (of ranks {ranks})"
+            raise RuntimeError(f"{error}{whose}. {_REMEDY}") from error
         if everyones is None:
             raise self._disagreement(wish)
         return everyones
 
     def _disagreement(self, wish: str) -> RuntimeError:
         return RuntimeError(
-            f"rank {self.group.rank()} asks for {wish}, but other ranks ask for something else. "
-            f"{_REMEDY}"
+            f"rank {number_of(self.group)} asks for {wish}, but other ranks ask for something "
+            f"else. {_REMEDY}"
         )
 
 

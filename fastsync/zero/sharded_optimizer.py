@@ -36,7 +36,7 @@ from fastsync.config.arguments import Zero
 from fastsync.reducer.buckets import travels_coded
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.gradient_shards import ShardedUnit
-from fastsync.reducer.monitor import gather_watched, make_rendezvous
+from fastsync.reducer.monitor import gather_watched, make_rendezvous, number_of
 from fastsync.reducer.optimizer_hooks import (
     Arguments,
     StepWatcher,
@@ -256,8 +256,8 @@ class ShardedOptimizers(StepWatcher):
         """
         if not self.place.meet(f"{call}, whose state zero spreads over the ranks", call, remedy):
             raise RuntimeError(
-                f"rank {self.engine.group.rank()} calls {call}, but another rank something else "
-                f"that exchanges what zero has spread over the ranks. {remedy}"
+                f"rank {number_of(self.engine.group)} calls {call}, but another rank something "
+                f"else that exchanges what zero has spread over the ranks. {remedy}"
             )
 
     def meet_again(self) -> None:

@@ -42,7 +42,7 @@ from fastsync._torch import Store, group_store
 from fastsync.faults.rendezvous import needing_store
 from fastsync.faults.state_server import Answer, Call, Server, open_server
 from fastsync.faults.sync_fault import SyncFault
-from fastsync.reducer.monitor import answer_of, explain_end, looker
+from fastsync.reducer.monitor import answer_of, explain_end, looker, number_of
 from fastsync.reducer.state_transfer import populate
 from fastsync.zero.flat_buffer import FlatBuffer, is_dense
 from fastsync.zero.optimizer_state import held_state
@@ -458,7 +458,8 @@ def await_others(cut: Partition, own: StateShards, others: Others, number: int) 
     asked = {"name": others.name_of(number), "change": own.gate.arrived, "seconds": _LOOKS}
     end = time.monotonic() + Env.read().agree_timeout
     for share in range(cut.size):
-        look = looker(others.group, f"{_CHANGE}, which rank {share} has not reached")
+        late = number_of(others.group, share)
+        look = looker(others.group, f"{_CHANGE}, which rank {late} has not reached")
         while share != cut.mine and not _has_arrived(share, others, asked):
             look()
             if time.monotonic() > end:
@@ -528,22 +529,24 @@ class _Holder:
             except SyncFault:
                 raise
             except RuntimeError as error:
-                me, it = self._others.group.rank(), self._ranks[0]
+                group = self._others.group
+                me, it = number_of(group), number_of(group, self._ranks[0])
                 raise RuntimeError(
                     f"rank {me} asks rank {it} for its share of an optimizer's state, but {error}"
                 ) from error
 
     def _fault(self, error: OSError) -> SyncFault:
-        rank, group = self._ranks[0], self._others.group
+        group = self._others.group
+        rank = number_of(group, self._ranks[0])
         text = f"rank {rank} does not answer: {error}"
         if isinstance(error, ConnectionRefusedError):
             text += (
                 ". If its script has come to its end, have it wait there in "
                 "torch.distributed.barrier() until this rank has saved"
             )
-        explain_end(group, _PLACE, rank, text)
+        explain_end(group, _PLACE, self._ranks[0], text)
         return SyncFault(
-            f"fastsync: rank {group.rank()} asks rank {rank} for its share of an optimizer's "
+            f"fastsync: rank {number_of(group)} asks rank {rank} for its share of an optimizer's "
             f"state, but {text}",
             [rank],
         )

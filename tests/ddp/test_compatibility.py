@@ -41,15 +41,18 @@ ASKED = {
     "sync between groups": {"sync": LocalSGD(4, within=2)},
     "sync of local gradients": {"sync": "diloco:4"},
     "sync with something on its way": {"sync": "delayed:1"},
+    "sync without within": {"sync": "local:4"},
     "timeline": {"timeline": True},
     "weights": {},
     "wire": {"wire": "int8"},
     "wire with a memory": {"wire": Wire("int8", "hierarchical")},
     "coded wire": {"wire": "int8"},
     "coded wire with zero": {"wire": "int8", "zero": 1},
+    "zero=1 or 2": {"zero": 1},
     "zero=1 to 3": {"zero": 1},
     "zero=2 or 3": {"zero": 2},
     "zero=3": {"zero": 3},
+    "zero with masters": {"zero": 1, "parameter_wire": "bf16"},
 }
 
 

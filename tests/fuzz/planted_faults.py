@@ -777,7 +777,7 @@ FAULTS = [
         "fastsync/reducer/process_groups.py",
         "cross = tuple(part[place] for part in dict.fromkeys(parts.values()))",
         "cross = tuple(part[place] for part in [mine])",
-        f"{PARTS}[streaming-int4]",
+        f"{PARTS}[streaming-int4-0]",
     ),
     Fault(
         "average-in-the-step-that-sends-it",

@@ -71,9 +71,9 @@ def drawn(number):
     steps = rng.randint(4, 16)
     count = rng.randint(1, 7)
     world, mode = rng.choice([2, 2, 3]), drawn_mode(rng)
-    in_parts = random.Random(f"parts {number}").random() < 0.2
-    if in_parts and not isinstance(mode, Delayed) and not mode.warmup:
-        world, mode = 4, replace(mode, within=2)
+    parts, zero = random.Random(f"parts {number}"), 0
+    if parts.random() < 0.2 and not mode.warmup:
+        world, mode, zero = 4, replace(mode, within=2), parts.choice([0, 1, 2])
     shapes = [rng.choice(SHAPES) for _ in range(count - 1)] + [(4, 4)]
     unused = rng.choice([None, None, 0]) if count > 1 else None
     return world, Training(
@@ -84,6 +84,7 @@ def drawn(number):
         partial(loss_of, seed=number),
         ends=[step for step in range(1, steps + 1) if rng.random() < 0.15],
         saves=[step for step in range(1, steps + 1) if rng.random() < 0.15],
+        zero=zero,
     )
 
 

@@ -74,6 +74,7 @@ class Training:
         loss: `loss(model, rank, step)`.
         ends: steps after which all ranks end the round.
         saves: steps after which it is saved, and goes on in new objects.
+        zero: the stage of sharding.
     """
 
     mode: object
@@ -83,6 +84,7 @@ class Training:
     loss: Callable = usual_loss
     ends: Sequence = ()
     saves: Sequence = ()
+    zero: int = 0
 
     def optimizer(self, params):
         return OPTIMIZERS[self.make](params)
@@ -90,7 +92,7 @@ class Training:
 
 def by_fastsync(rank, training):
     def build():
-        model = FastDDP(training.net(), sync=training.mode)
+        model = FastDDP(training.net(), sync=training.mode, zero=training.zero)
         return model, training.optimizer(model.parameters())
 
     (model, optimizer), history = build(), []
@@ -165,11 +167,18 @@ HYBRID = {
     "local": LocalSGD(3, within=2),
     "diloco": DiLoCo(4, within=2),
     "streaming-int4": DiLoCo(4, fragments=2, overlap=1, wire="int4", within=2),
+    "delayed": Delayed(2, within=2),
     "one-part": DiLoCo(3, within=4),
 }
 
 
-@pytest.mark.slow(but=("streaming-int4",))
-@pytest.mark.parametrize("name", HYBRID)
-def test_parts_average_gradients_within_and_parameters_between(name):
-    check(4, Training(HYBRID[name], "adamw"))
+# A shard adds the gradients of more than two ranks in another order.
+HYBRID_CASES = [("one-part", 0)] + [
+    (name, zero) for name in HYBRID if name != "one-part" for zero in (0, 1, 2)
+]
+
+
+@pytest.mark.slow(but=("streaming-int4-0", "delayed-1", "streaming-int4-2"))
+@pytest.mark.parametrize(("name", "zero"), HYBRID_CASES)
+def test_parts_average_gradients_within_and_parameters_between(name, zero):
+    check(4, Training(HYBRID[name], "adamw", saves=[5], zero=zero))
