@@ -1012,7 +1012,6 @@ void Reducer::finish_gathers() {
 
 // -- waiting for other ranks --
 
-// `ranks`: those of this reducer, as the watch counts them.
 void Reducer::use_watch(std::shared_ptr<FaultWatch> watch, std::vector<int64_t> ranks) {
   const Lock lock(mutex_);
   faults_ = std::move(watch);

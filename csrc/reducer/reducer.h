@@ -194,7 +194,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // the ranks of a group share, in buffers of `pool`. Null: both travel through the group.
   void use_memory(std::shared_ptr<comm::Collective> sums, std::shared_ptr<comm::Collective> regions,
                   std::shared_ptr<ops::BufferPool> pool, size_t group = 0);
-  // Watches for faults of other ranks while it waits; null: no longer.
+  // Watches for faults of other ranks while it waits; null: no longer. `ranks`: those of this
+  // reducer, as the watch counts them, where it watches more.
   void use_watch(std::shared_ptr<FaultWatch> watch, std::vector<int64_t> ranks);
   // Returns the step timing of the latest window that all ranks have reported; nothing without a
   // watch, or on devices.
@@ -394,7 +395,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   StepLog log_;
   std::shared_ptr<FaultWatch> faults_;  // null: no watch
   size_t watched_as_ = 0;
-  std::vector<int64_t> watched_ranks_;      // those that issue the same collectives
+  std::vector<int64_t> watched_ranks_;      // that issue the same collectives; empty: all
   std::shared_ptr<StepTimingBoard> board_;  // null: step timing is not shared
   FaultWatch::Clock::time_point waits_since_;
   std::pair<int64_t, size_t> waited_for_{-1, 0};  // step and bucket

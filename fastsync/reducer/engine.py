@@ -38,7 +38,7 @@ from fastsync.reducer.buckets import (
 from fastsync.reducer.gradient_shards import GradientShards, ShardedUnit
 from fastsync.reducer.local_gradients import LocalGradients
 from fastsync.reducer.mean_weights import MeanWeights
-from fastsync.reducer.monitor import make_rendezvous, numbers_of, open_watch, watch_of
+from fastsync.reducer.monitor import make_rendezvous, numbers_in_watch, open_watch, watch_of
 from fastsync.reducer.routes import Routes
 from fastsync.reducer.step_timing import StepTimingWatch
 from fastsync.reducer.unused_parameters import NamedParam, UnusedParams
@@ -110,7 +110,7 @@ class Engine:
         self.precision = None if compute is None else core.Precision(tensors, compute)
         names = [p.name for p in params]
         self.core = core.make_reducer(tensors, leaves, names, group, policy, self.precision)
-        self.core.use_watch(watch_of(group), numbers_of(group))
+        self.core.use_watch(watch_of(group), numbers_in_watch(group))
         self.routes = Routes(self.core, self._params)
         self.routes.use_group(group, policy)
         self._group_of = {
@@ -348,7 +348,7 @@ class Engine:
         self._divisor = float(group.size())
         self.core.use_group(resolvable_name(group))
         open_watch(group)
-        self.core.use_watch(watch_of(group), numbers_of(group))
+        self.core.use_watch(watch_of(group), numbers_in_watch(group))
         self.routes.use_group(group, self.policy)
         device = self._params[0].tensor.device
         self.shares = GradientShards(self.core, group, device, self.routes.memory)

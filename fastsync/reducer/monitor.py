@@ -87,10 +87,12 @@ class _Monitor:
 
     Attributes:
         ranks: ranks of the group, as the watch counts them.
+        lent: it is the watch of more ranks.
     """
 
     watch: core.FaultWatch
     ranks: tuple[int, ...]
+    lent: bool = False
 
 
 @cache
@@ -111,13 +113,19 @@ def lend_watch(part: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
     if monitor is not None:
         known = dict(zip(dist.get_process_group_ranks(group), monitor.ranks, strict=True))
         ranks = tuple(known[rank] for rank in dist.get_process_group_ranks(part))
-        _monitors()[part] = _Monitor(monitor.watch, ranks)
+        _monitors()[part] = _Monitor(monitor.watch, ranks, lent=True)
 
 
 def numbers_of(group: dist.ProcessGroup) -> Sequence[int]:
     """Return the ranks of `group` as its watch counts them, and as errors name them."""
     monitor = _monitors().get(group)
     return range(group.size()) if monitor is None else monitor.ranks
+
+
+def numbers_in_watch(group: dist.ProcessGroup) -> Sequence[int]:
+    """Return the same; nothing where its watch has no other ranks."""
+    monitor = _monitors().get(group)
+    return monitor.ranks if monitor is not None and monitor.lent else ()
 
 
 def number_of(group: dist.ProcessGroup, rank: int | None = None) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from fastsync.reducer import core
 from fastsync.reducer.engine import Engine
+from fastsync.reducer.monitor import number_of
 from fastsync.zero.exchange import Exchange
 from fastsync.zero.gradient_proxies import ShardedGradient
 
@@ -42,13 +43,13 @@ def check_averaged(params: Iterable[torch.Tensor], engine: Engine, exchange: Exc
     everyones = exchange.sum("a step on gradients that no backward has averaged", float(mine))
     if everyones != mine * engine.group.size():
         raise RuntimeError(
-            f"rank {engine.group.rank()}: an optimizer is about to step on gradients that were not "
-            f"averaged and differ between the ranks, such as that of {found[0].name!r}. Since the "
-            "last backward that synchronised there was one under no_sync(), through "
-            "model.module, or again through the same graph. With zero=1 or 2 each rank steps on "
-            "pieces of the parameters, so that ranks cannot train apart: let the last backward "
-            "before a step synchronise, by a forward of the wrapper outside no_sync(), or use "
-            "zero=0"
+            f"rank {number_of(engine.group)}: an optimizer is about to step on gradients that were "
+            "not averaged and differ between the ranks, such as that of "
+            f"{found[0].name!r}. Since the last backward that synchronised there was one under "
+            "no_sync(), through model.module, or again through the same graph. With zero=1 or 2 "
+            "each rank steps on pieces of the parameters, so that ranks cannot train apart: let "
+            "the last backward before a step synchronise, by a forward of the wrapper outside "
+            "no_sync(), or use zero=0"
         )
 
 
