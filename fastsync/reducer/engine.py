@@ -154,6 +154,22 @@ class Engine:
         return self._params
 
     @property
+    def local_params(self) -> list[NamedParam]:
+        """Return the parameters with local tensors in place of DTensors."""
+        pairs = zip(self._params, self._tensors, strict=True)
+        return [replace(param, tensor=tensor) for param, tensor in pairs]
+
+    def begin_locally(self) -> None:
+        """Let local tensors have the gradients of their DTensors."""
+        if self._locals is not None:
+            self._locals.begin()
+
+    def finish_locally(self) -> None:
+        """Give the gradients of local tensors back to their DTensors."""
+        if self._locals is not None:
+            self._locals.finish()
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """The process group whose ranks average their gradients."""
         return self._group

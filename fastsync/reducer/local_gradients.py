@@ -36,7 +36,7 @@ class LocalGradients:
             if not isinstance(param, DTensor):
                 self.tensors.append(param)
                 continue
-            local = local_of(param).detach()
+            local = local_of(param)
             self.tensors.append(local)
             self._pairs.append((param, local))
             if param.is_floating_point() or param.is_complex():
@@ -44,8 +44,8 @@ class LocalGradients:
         weakref.finalize(self, _remove, handles).atexit = False
 
     def begin(self) -> None:
-        """Take the gradients that the parameters have as a backward begins: scripts may have
-        changed them since the forward.
+        """Take the gradients that the parameters have as a backward, or a step, begins: scripts may
+        have changed them since the forward.
         """
         for param, local in self._pairs:
             _take(param, local)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fastsync._torch import first_state
+from fastsync._torch import first_state, local_value
 from fastsync.faults import consensus
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.monitor import watched
@@ -41,6 +41,8 @@ class _Held:
 
     Attributes:
         group: the number of its parameter group.
+        param: the parameter; of a DTensor that ranks share, the local tensor.
+        placed: the parameter that the optimizer has.
         tensor: the tensor that the optimizer has state for: the parameter, or this rank's piece of
             it.
         begin: where the piece begins, in the order of the parameter's memory.
@@ -50,6 +52,7 @@ class _Held:
     name: str
     group: int
     param: torch.Tensor
+    placed: torch.Tensor
     tensor: torch.Tensor
     begin: int
     sparse: bool
@@ -58,6 +61,13 @@ class _Held:
     def partial(self) -> bool:
         """Return whether other ranks have the rest."""
         return self.tensor.numel() != self.param.numel()
+
+    def in_chunks(self, name: str, value: object) -> bool:
+        """Return whether other ranks have the rest of a value in its state."""
+        if not isinstance(value, torch.Tensor) or value.shape != self.tensor.shape:
+            return False
+        local = self.param is not self.placed and (name != "step" or value.dim() > 0)
+        return self.partial or local
 
     def zero_gradient(self) -> torch.Tensor:
         if self.sparse:
@@ -244,6 +254,7 @@ class OptimizerCheckpoint:
         """
         spaces = taken.spaces if taken is not None else []
         shared = {id(param) for space in spaces for param in space.params}
+        local_of = self._sharded.local if self._sharded is not None else lambda param: param
         pieces = {
             id(space.params[piece.param]): (tensor, piece.begin)
             for space in spaces
@@ -251,12 +262,13 @@ class OptimizerCheckpoint:
         }
         held = []
         for number, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
+            for placed in group["params"]:
+                param = local_of(placed)
                 if id(param) in pieces or id(param) not in shared:
                     tensor, begin = pieces.get(id(param), (param, 0))
-                    sparse = id(param) in self._sparse
-                    name = self._names[id(param)]
-                    held.append(_Held(name, number, param, tensor, begin, sparse))
+                    sparse = id(placed) in self._sparse
+                    name = self._names[id(placed)]
+                    held.append(_Held(name, number, param, placed, tensor, begin, sparse))
         return held
 
     def _state(
@@ -297,8 +309,8 @@ def _named(held: _Held, state: State) -> dict[str, Any]:
     """
     named = {}
     for name, value in state.items():
-        if held.partial and isinstance(value, torch.Tensor) and value.shape == held.tensor.shape:
-            value = Chunks(held.param, value, held.begin)
+        if held.in_chunks(name, value):
+            value = Chunks(held.placed, value, held.begin)
         elif held.partial and not _is_scalar(value):
             raise ValueError(
                 f"{name!r} in the state of {held.name!r} is neither a number nor has it the shape "
@@ -333,6 +345,7 @@ def _values(held: _Held, saved: State | None) -> State:
 
 
 def _part(held: _Held, name: str, value: Any) -> Any:
+    value = local_value(value, held.placed)
     whole = not isinstance(value, Chunks)
     if isinstance(value, torch.Tensor) and whole and value.shape == held.param.shape:
         return _cut(held, value) if held.partial else value.to(held.tensor.device)
