@@ -47,11 +47,9 @@ class Chunks(WrapperTensor):
         chunks = cls.without_memory(like, part)
         chunks.part, chunks.begin = part, begin
         chunks.place = place = local_place(like) if place is None else place
-        views = [((0,) * part.dim(), part)] if part.shape == place.shape else None
-        if views is None:
-            views = _views(place, part, begin)
         chunks.views = {
-            tuple(map(operator.add, offsets, place.offsets)): view for offsets, view in views
+            tuple(map(operator.add, place.offsets, offsets)): view
+            for offsets, view in _views(place, part, begin)
         }
         return chunks
 
@@ -119,6 +117,9 @@ def _views(
     like: LocalPlace, part: torch.Tensor, begin: int
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """Return the rectangles of consecutive elements, by their offsets."""
+    if part.shape == like.shape:
+        yield (0,) * part.dim(), part
+        return
     strides, dims = like.stride, range(len(like.shape))
     order = sorted(dims, key=lambda dim: -strides[dim])
     place = [order.index(dim) for dim in dims]

@@ -420,11 +420,16 @@ def _unscale(
 
 def averages(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return the gradient of each parameter, or the part of it that this rank keeps."""
-    grads = [None if p.grad is None else local_part(p.grad) for p in params]
-    return [g.share.piece if isinstance(g, ShardedGradient) else g for g in grads]
+    pairs = ((param.grad, _spread(param)) for param in params)
+    return [grad if spread is None else spread.share.piece for grad, spread in pairs]
 
 
 def is_spread(params: Sequence[torch.Tensor], index: int) -> bool:
     """Return whether the gradient of a parameter is spread over the ranks."""
-    grad = params[index].grad
-    return grad is not None and isinstance(local_part(grad), ShardedGradient)
+    return _spread(params[index]) is not None
+
+
+def _spread(param: torch.Tensor) -> ShardedGradient | None:
+    """Return what stands for a parameter's gradient, or for the local tensor of that."""
+    local = None if param.grad is None else local_part(param.grad)
+    return local if isinstance(local, ShardedGradient) else None
