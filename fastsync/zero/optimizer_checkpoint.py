@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fastsync._torch import first_state, local_value
+from fastsync._torch import first_state, local_part, local_value
 from fastsync.faults import consensus
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.monitor import watched
@@ -83,7 +83,7 @@ class _Blank(dict[str, Any]):
 
     def __init__(self, values: State) -> None:
         super().__init__(values)
-        self._versions = {name: tensor._version for name, tensor in self._tensors()}
+        self._versions = {name: _version(tensor) for name, tensor in self._tensors()}
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in self.items():
@@ -93,11 +93,17 @@ class _Blank(dict[str, Any]):
 
     def unread(self) -> list[str]:
         """Return the names of tensors that nothing has been written to."""
-        return [name for name, tensor in self._tensors() if tensor._version == self._versions[name]]
+        versions = self._versions
+        return [name for name, tensor in self._tensors() if _version(tensor) == versions[name]]
 
     def was_read(self) -> bool:
         """Return whether anything has been written to."""
         return len(self.unread()) < len(self._versions)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return a number that changes with a tensor's values, or those of this rank's part of it."""
+    return tensor._version + local_part(tensor)._version
 
 
 class _Share(dict[str, Any]):
@@ -281,7 +287,7 @@ class OptimizerCheckpoint:
         if taken.blank if taken is not None else not optimizer.state:
             gradients: list[dict[str, torch.Tensor]] = [{} for _ in optimizer.param_groups]
             for each in held:
-                if each.param.requires_grad:
+                if each.placed.requires_grad:
                     gradients[each.group][each.name] = each.zero_gradient()
             room = first_state(optimizer, gradients)
             for each in held:
@@ -345,8 +351,9 @@ def _values(held: _Held, saved: State | None) -> State:
 
 
 def _part(held: _Held, name: str, value: Any) -> Any:
-    value = local_value(value, held.placed)
     whole = not isinstance(value, Chunks)
+    if whole and held.param is not held.placed:
+        value = local_value(value, held.placed)
     if isinstance(value, torch.Tensor) and whole and value.shape == held.param.shape:
         return _cut(held, value) if held.partial else value.to(held.tensor.device)
     if whole and (not held.partial or _is_scalar(value)):

@@ -38,7 +38,6 @@ from fastsync._torch import (
     has_views,
     is_cut,
     is_dtensor,
-    local_of,
     local_value,
     placed_value,
 )
@@ -252,17 +251,10 @@ class ShardedOptimizers(StepWatcher):
         """Check that this rank may step on the local tensors of DTensors.
 
         Raises:
-            RuntimeError, ValueError: it may not.
+            ValueError: it may not.
         """
-        dtensors = [p for p in params_of(optimizer) if is_dtensor(p) and self.shares_steps(p)]
-        for param in dtensors:
-            if local_of(param).data_ptr() != self.local(param).data_ptr():
-                raise RuntimeError(
-                    f"{self.exchange.name_of(self.local(param))!r} is a DTensor that has got other "
-                    "memory since FastDDP(model, zero=1 or 2): convert the model, or assign its "
-                    "parameters, before wrapping it"
-                )
-        if _unit_for(optimizer, self.unit) == "tensor" and any(map(is_cut, dtensors)):
+        cut = any(is_cut(param) for param in params_of(optimizer) if self.shares_steps(param))
+        if cut and _unit_for(optimizer, self.unit) == "tensor":
             kind = type(optimizer)
             raise ValueError(
                 f"zero=1 and 2 step on each rank's part of a DTensor, and an update of "

@@ -1,22 +1,14 @@
 """Tensor parallel layers in stages 1 and 2: ranks share what each has of a DTensor."""
 
 import contextlib
-import copy
-import io
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn, optim
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -67,7 +59,7 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def made(stage, kind="adamw", net=None, cuts=None, **options):
+def made(stage, kind="adamw", net=None, cuts=None, foreach=None, **options):
     """A model over two replicas of two parts each, wrapped, and its optimizer."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     net = Net() if net is None else net
@@ -80,7 +72,7 @@ def made(stage, kind="adamw", net=None, cuts=None, **options):
     model = FastDDP(net, process_group=mesh.get_group("dp"), bucket_cap_mb=2e-4, zero=zero)
     # Torch has no foreach of DTensors beside other tensors.
     params = [param for param in net.parameters() if param.requires_grad]
-    return model, OPTIMIZERS[kind](params, stage > 0)
+    return model, OPTIMIZERS[kind](params, stage > 0 if foreach is None else foreach)
 
 
 def step(model, optimizer, number, clips=None):
