@@ -126,6 +126,7 @@ class ShardedOptimizers(StepWatcher):
         self.delivery = Delivery(engine)
         self._buckets = _bucket_numbers(engine)
         self._homes = self._make_homes()
+        engine.locals.lead()
         self.taken = 0
         self.asked: set[int] | None = None
         watch_steps(self)
@@ -149,7 +150,8 @@ class ShardedOptimizers(StepWatcher):
         homes: list[tuple[list[torch.Tensor], Home | None]] = []
         for kind, params in kinds.items():
             sharing = self.sharing(kind.dtype, self.cut.size, kind.whole, True)
-            stay = any(map(has_views, params))
+            local = any(id(param) in self.sharers.dtensors for param in params)
+            stay = any(has_views(param, 1 + local) for param in params)
             homes.append((params, None if stay else Home(params, self.cut.size, sharing)))
         return homes
 
@@ -238,6 +240,7 @@ class ShardedOptimizers(StepWatcher):
     def attach(self, optimizer: Optimizer) -> ShardedOptimizer:
         """Spread its state over the ranks, unless that has been done. Collective."""
         self._check_dtensors(optimizer)
+        self.engine.locals.follow()
         sharded = self._sharded.get(optimizer)
         if sharded is None or not sharded.fits(optimizer):
             self.make_gradients_whole()
@@ -333,9 +336,9 @@ class ShardedOptimizers(StepWatcher):
 
     def make_gradients_whole(self) -> None:
         """Put whole gradients on every rank. Collective where they are spread."""
-        self.engine.begin_locally()
+        self.engine.locals.begin()
         make_whole(self.locals)
-        self.engine.finish_locally()
+        self.engine.locals.finish()
 
     def _share_gradients(self, spaces: Sequence[FlatBuffer]) -> None:
         """Make the ranks share the gradients of what is cut by elements, too. Collective."""
@@ -496,7 +499,7 @@ class ShardedOptimizer:
             self._cut_state(optimizer)
         self._owner.delivery.begin()
         self.begin_change()
-        self._owner.engine.begin_locally()
+        self._owner.engine.locals.begin()
         *ahead, last = [[space] for space in self.spaces]
         if not _steps_by_parameter(optimizer):
             ahead, last = [], self.spaces
@@ -568,7 +571,7 @@ class ShardedOptimizer:
         self._end(self.spaces[-1:] if _steps_by_parameter(optimizer) else self.spaces)
         stepped = [p for p in params_of(optimizer) if is_dtensor(p) and p.grad is not None]
         increment_version(stepped)  # as of what they are made of
-        self._owner.engine.finish_locally()
+        self._owner.engine.locals.finish()
         self.steps += 1
         self.end_change(optimizer)
         self._owner.delivery.finish(self.number)
