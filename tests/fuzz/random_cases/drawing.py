@@ -203,11 +203,13 @@ def may_be_cut(drawn):
     return drawn.theme != "mixed" and drawn.wire.form != "hierarchical"
 
 
-def with_dtensors(drawn, seed):
-    """Make DTensors of some parameters."""
+def with_dtensors(drawn, seed, world):
+    """Make DTensors of some parameters, which `world` ranks average."""
     kept = ("bucket_cap_mb", "gradient_as_bucket_view", "find_unused_parameters", "shared_memory")
     more = ("wire", "static_graph", "skip_all_reduce_unused_params", "zero", "parameter_wire")
     options = {name: drawn.options[name] for name in (*kept, *more) if name in drawn.options}
+    if world == 1:
+        options.pop("parameter_wire", None)  # nothing is sent
     return replace(drawn, options={**options, "nonfinite": "ignore"}, cuts=f"cuts of {seed}")
 
 
