@@ -167,17 +167,20 @@ class LocalPlace(NamedTuple):
     Attributes:
         shape, stride: of the part.
         offsets: of its first element.
-        first: this rank is the first of those that have the same part of a DTensor, in its mesh.
+        writes: of the ranks that have the same part of a DTensor, in its mesh, others do not.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offsets: tuple[int, ...]
-    first: bool = True
+    writes: bool = True
 
 
-def local_place(tensor: torch.Tensor) -> LocalPlace:
+def local_place(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> LocalPlace:
     """Return the place of this rank's part of a DTensor; of another tensor, that of all.
+
+    Args:
+        group: the ranks that share the part: each of them writes.
 
     Raises:
         ValueError: the part is in several pieces.
@@ -193,8 +196,14 @@ def local_place(tensor: torch.Tensor) -> LocalPlace:
             "saved as chunks; save optimizer.state_dict(), or use zero=0"
         )
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    same = [dim for dim in range(mesh.ndim) if placements[dim].is_replicate()]
-    return LocalPlace(shape, stride, offsets, all(mesh.get_local_rank(dim) == 0 for dim in same))
+    sharers = set(dist.get_process_group_ranks(group))
+    writes = all(
+        mesh.get_local_rank(dim) == 0
+        for dim in range(mesh.ndim)
+        if placements[dim].is_replicate()
+        and len(sharers.intersection(dist.get_process_group_ranks(mesh.get_group(dim)))) < 2
+    )
+    return LocalPlace(shape, stride, offsets, writes)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -215,13 +224,18 @@ def local_value(value: Any, param: torch.Tensor) -> Any:
 
 def placed_value(value: Any, param: torch.Tensor, name: str) -> Any:
     """Return a value in the state of a parameter, of which this rank has its part: as a DTensor
-    where the parameter is one and the value has an element for each of its elements.
+    where the parameter is one, and has the value as a DTensor.
     """
     if not (isinstance(param, DTensor) and isinstance(value, torch.Tensor)):
         return value
-    if value.shape != local_of(param).shape or (name == "step" and not value.dim()):
+    if not value.dim() and (name == "step" or param.dim()):
         return value
-    return make_dtensor(value, with_dtype(spec_of(param), value.dtype))
+    spec = spec_of(param)
+    if value.shape == local_of(param).shape:
+        return make_dtensor(value, with_dtype(spec, value.dtype))
+    if is_cut(param):
+        return value
+    return make_dtensor(value, make_spec(spec.mesh, spec.placements, value.shape, value.dtype))
 
 
 def cut_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -43,15 +43,10 @@ class LocalGradients:
                 handles.append(_hook(param, local))
         weakref.finalize(self, _remove, handles).atexit = False
 
-    def follow(self) -> None:
-        """Let local tensors lie where those of the parameters lie by now."""
+    def move(self) -> None:
+        """Let the parameters lie where their local tensors have been moved to."""
         for param, local in self._pairs:
-            _move(local, local_of(param))
-
-    def lead(self) -> None:
-        """Let those of the parameters lie where local tensors have been moved to."""
-        for param, local in self._pairs:
-            _move(local_of(param), local)
+            local_of(param).data = local.data
 
     def begin(self) -> None:
         """Take the gradients that the parameters have as a backward, or a step, begins: scripts may
@@ -66,11 +61,6 @@ class LocalGradients:
             grad, local.grad = local.grad, None
             if grad is not None and (param.grad is None or local_of(param.grad) is not grad):
                 param.grad = make_dtensor(grad, spec_of(param))
-
-
-def _move(tensor: torch.Tensor, to: torch.Tensor) -> None:
-    if tensor.data_ptr() != to.data_ptr() or tensor.stride() != to.stride():
-        tensor.data = to.data
 
 
 def _hook(param: DTensor, local: torch.Tensor) -> RemovableHandle:

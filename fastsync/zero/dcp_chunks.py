@@ -31,7 +31,7 @@ class Chunks(WrapperTensor):
         like: the parameter: its shape, and the order in which its elements lie in memory.
         part: consecutive elements in that order, one-dimensional unless they are all.
         begin: the first of them.
-        place: where the local tensor lies in the whole; by default as `like` says.
+        place: where the local tensor lies in the whole; by default, it is the whole.
     """
 
     _handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
@@ -50,6 +50,7 @@ class Chunks(WrapperTensor):
         chunks.views = {
             tuple(map(operator.add, place.offsets, offsets)): view
             for offsets, view in _views(place, part, begin)
+            if view.numel() or not chunks.numel()
         }
         return chunks
 
@@ -71,7 +72,7 @@ class Chunks(WrapperTensor):
             WriteItemType,
         )
 
-        if not self.place.first:
+        if not self.place.writes:
             return []
         properties = TensorProperties.create_from_tensor(self.part)
         return [

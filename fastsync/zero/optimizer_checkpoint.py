@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fastsync._torch import first_state, local_part, local_value
+from fastsync._torch import first_state, local_part, local_place, local_value
 from fastsync.faults import consensus
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.monitor import watched
@@ -88,7 +88,7 @@ class _Blank(dict[str, Any]):
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in self.items():
             tensor = value.part if isinstance(value, Chunks) else value
-            if isinstance(tensor, torch.Tensor) and tensor.numel():
+            if isinstance(tensor, torch.Tensor) and local_part(tensor).numel():
                 yield name, tensor
 
     def unread(self) -> list[str]:
@@ -283,7 +283,7 @@ class OptimizerCheckpoint:
         """Return this rank's part of the state, or room for it; nothing for parameters without
         state.
         """
-        held = self._held(optimizer, taken)
+        held, group = self._held(optimizer, taken), self._engine.group
         if taken.blank if taken is not None else not optimizer.state:
             gradients: list[dict[str, torch.Tensor]] = [{} for _ in optimizer.param_groups]
             for each in held:
@@ -294,7 +294,7 @@ class OptimizerCheckpoint:
                 if taken is not None and each.tensor in taken.masters:
                     room.setdefault(each.name, {})[MASTER] = each.tensor.detach().clone()
             return {
-                each.name: _Blank(_named(each, room[each.name]))
+                each.name: _Blank(_named(each, room[each.name], group))
                 for each in held
                 if each.name in room
             }
@@ -304,11 +304,16 @@ class OptimizerCheckpoint:
             else taken.saved(optimizer, each.tensor)
             for each in held
         }
-        return {each.name: _named(each, state) for each in held if (state := states[each.name])}
+        return {
+            each.name: _named(each, state, group) for each in held if (state := states[each.name])
+        }
 
 
-def _named(held: _Held, state: State) -> dict[str, Any]:
+def _named(held: _Held, state: State, group: dist.ProcessGroup) -> dict[str, Any]:
     """Return a parameter's state in the form of checkpoints.
+
+    Args:
+        group: the ranks that share the parameters.
 
     Raises:
         ValueError: it is unknown which elements a value belongs to.
@@ -316,7 +321,7 @@ def _named(held: _Held, state: State) -> dict[str, Any]:
     named = {}
     for name, value in state.items():
         if held.in_chunks(name, value):
-            value = Chunks(held.placed, value, held.begin)
+            value = Chunks(held.placed, value, held.begin, local_place(held.placed, group))
         elif held.partial and not _is_scalar(value):
             raise ValueError(
                 f"{name!r} in the state of {held.name!r} is neither a number nor has it the shape "

@@ -126,7 +126,7 @@ class ShardedOptimizers(StepWatcher):
         self.delivery = Delivery(engine)
         self._buckets = _bucket_numbers(engine)
         self._homes = self._make_homes()
-        engine.locals.lead()
+        engine.locals.move()
         self.taken = 0
         self.asked: set[int] | None = None
         watch_steps(self)
@@ -150,8 +150,8 @@ class ShardedOptimizers(StepWatcher):
         homes: list[tuple[list[torch.Tensor], Home | None]] = []
         for kind, params in kinds.items():
             sharing = self.sharing(kind.dtype, self.cut.size, kind.whole, True)
-            local = any(id(param) in self.sharers.dtensors for param in params)
-            stay = any(has_views(param, 1 + local) for param in params)
+            known = 1 + any(id(param) in self.sharers.dtensors for param in params)
+            stay = any(has_views(param, known) for param in params)
             homes.append((params, None if stay else Home(params, self.cut.size, sharing)))
         return homes
 
@@ -240,7 +240,6 @@ class ShardedOptimizers(StepWatcher):
     def attach(self, optimizer: Optimizer) -> ShardedOptimizer:
         """Spread its state over the ranks, unless that has been done. Collective."""
         self._check_dtensors(optimizer)
-        self.engine.locals.follow()
         sharded = self._sharded.get(optimizer)
         if sharded is None or not sharded.fits(optimizer):
             self.make_gradients_whole()

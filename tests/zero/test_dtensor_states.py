@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fastsync import FastDDP, Zero
 from tests.helpers.teams import run_ranks
 from tests.zero import test_zero_dtensors
-from tests.zero.test_zero_dtensors import Net, local, step, whole
+from tests.zero.test_zero_dtensors import Net, local, samples, step, whole
 
 # Stage 0 loads settings, too.
 made = partial(test_zero_dtensors.made, foreach=False)
@@ -180,6 +180,81 @@ def test_states_are_read_and_written_as_at_stage_0(stage):
         run_ranks(looked_at, 4, stage), run_ranks(looked_at, 4, 0), strict=True
     ):
         torch.testing.assert_close(found, right, rtol=1e-11, atol=1e-12)
+
+
+def of_one_process(rank, world, stage):
+    """Load the state of plain layers, and look at each value whole."""
+    net = Net()
+    plain = optim.AdamW(net.parameters(), 0.01, amsgrad=True)
+    for number in range(2):
+        plain.zero_grad()
+        net(samples(number, 0)).square().mean().backward()
+        plain.step()
+    model, optimizer = trained(stage)
+    optimizer.load_state_dict(plain.state_dict())
+    found = by_name(model, optimizer, optimizer.state_dict())
+    names = dict(net.named_parameters())
+    return [
+        ({key: whole(value) for key, value in found[name].items()}, plain.state[param])
+        for name, param in names.items()
+    ]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_whole_tensors_are_loaded_too(stage):
+    for pairs in run_ranks(of_one_process, 4, stage):
+        for found, wanted in pairs:
+            torch.testing.assert_close(found, dict(wanted), rtol=0, atol=0)
+
+
+class Replicated(nn.Module):
+    """A parameter over a mesh of all ranks, of which each rank multiplies rows by its own part."""
+
+    def __init__(self, mesh, rows, places):
+        super().__init__()
+        values = torch.arange(4.0 * rows).view(rows, 4)
+        self.weight = nn.Parameter(distribute_tensor(values, mesh, places))
+
+    def forward(self, x):
+        return x @ self.weight.to_local().t()
+
+
+def over_all_ranks(rank, world, rows, places, kind, stage, path):
+    """Train, save, and load into an optimizer of stage 0."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for each in (stage, 0):
+        net = Replicated(mesh, rows, places)
+        model = FastDDP(net, process_group=mesh.get_group("dp"), zero=each)
+        optimizer = kind(net.parameters(), 0.01)
+        for number in range(2 if each else 0):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4) + rank // 2 + number).square().sum().backward()
+            optimizer.step()
+        state = {"optimizer": model.optimizer_state_dict(optimizer)}
+        (dcp.save if each else dcp.load)(state, checkpoint_id=path)
+        if not each:
+            model.load_optimizer_state_dict(optimizer, state["optimizer"])
+        found.append(by_name(model, optimizer, optimizer.state_dict()))
+    same(found[1], found[0])
+    return found[0]["weight"]
+
+
+CUT, WHOLE = [Replicate(), Shard(0)], [Replicate(), Replicate()]
+MESHES = {
+    "cut": (6, CUT, optim.AdamW),
+    "one row": (1, CUT, optim.AdamW),  # of which two ranks have nothing
+    "whole": (6, WHOLE, optim.AdamW),
+    "whole matrices": (6, WHOLE, optim.Adafactor),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("case", MESHES)
+def test_a_mesh_may_contain_the_replicas(case, stage, tmp_path):
+    path = str(tmp_path / "saved")
+    for values in run_ranks(over_all_ranks, 4, *MESHES[case], stage, path):
+        assert all(isinstance(v, DTensor) for name, v in values.items() if name != "step")
 
 
 def narrow(rank, world, path, options):

@@ -194,7 +194,7 @@ def handled(rank, world, stage):
     up.bias.grad.mul_(0.5)
     down.weight.grad.add_(torch.ones_like(down.weight))
     last.weight.grad = 2 * last.weight.grad
-    values = [whole(kept[0].clone()), whole(down.bias.grad.clone())]  # read, and plain from then on
+    values = [whole(kept[0].clone()), whole(down.bias.grad).clone()]  # read, and plain from then on
     assert type(local(down.bias.grad)) is torch.Tensor
     model(samples(2, rank // 2)).square().mean().backward()  # adds to all of these
     optimizer.step()
@@ -209,6 +209,21 @@ def handled(rank, world, stage):
 def test_gradients_are_what_they_are_at_stage_0(stage):
     for ours, right in zip(run_ranks(handled, 4, stage), run_ranks(handled, 4, 0), strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-11, atol=1e-12)
+
+
+def through_an_older_graph(rank, world, stage):
+    model, optimizer = made(stage)
+    step(model, optimizer, 0)
+    loss = model(samples(1, rank // 2)).square().mean()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_backward_through_weights_before_a_step_is_an_error():
+    run_ranks(through_an_older_graph, 4, 0)
+    run_ranks(through_an_older_graph, 4, 1)
 
 
 def weighed(rank, world, stage):

@@ -374,7 +374,7 @@ def saved_on_some_ranks(wrapped):
         rule.gathered(wrapped, torch.zeros(1))
     wrapped.backward(forward.losses())
     rule.check(wrapped)
-    if rule.gradients_are_alike(wrapped):
+    if rule.gradients_are_alike(wrapped) and wrapped.may_step():
         wrapped.step()
 
 
