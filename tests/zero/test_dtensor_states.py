@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 from functools import partial
 
 import pytest
@@ -21,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from fastsync import FastDDP, Zero
 from tests.helpers.teams import run_ranks
 from tests.zero import test_zero_dtensors
-from tests.zero.test_zero_dtensors import Net, local, samples, step, whole
+from tests.zero.test_zero_dtensors import PLAN, Net, local, samples, step, whole
 
 # Stage 0 loads settings, too.
 made = partial(test_zero_dtensors.made, foreach=False)
@@ -83,6 +84,7 @@ def through_state_dicts(rank, world, stage, other):
     return go_on(plain, right), go_on(again, its)
 
 
+@pytest.mark.slow(but=("2-0",))
 @pytest.mark.parametrize(("stage", "other"), [(1, 2), (2, 0), (0, 1)])
 def test_state_dicts_hold_dtensors_and_fit_any_stage(stage, other):
     for right, found in run_ranks(through_state_dicts, 4, stage, other):
@@ -126,6 +128,7 @@ def read_torch(rank, world, path, stage):
     return {name: values["exp_avg"] for name, values in state["state"].items()}
 
 
+@pytest.mark.slow(but=("1",))
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_files_fit_any_stage_and_plain_layers(stage, tmp_path):
     path = str(tmp_path / "saved")
@@ -151,6 +154,7 @@ def through_torch(rank, world, stage, full):
     return go_on(model, optimizer), go_on(again, its)
 
 
+@pytest.mark.slow(but=("2-False",))
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_functions_of_torch_save_and_load(stage, full):
@@ -193,6 +197,8 @@ def of_one_process(rank, world, stage):
     model, optimizer = trained(stage)
     optimizer.load_state_dict(plain.state_dict())
     found = by_name(model, optimizer, optimizer.state_dict())
+    assert all(isinstance(found[f"{name}.weight"]["exp_avg"], DTensor) for name in PLAN)
+    go_on(model, optimizer)
     names = dict(net.named_parameters())
     return [
         ({key: whole(value) for key, value in found[name].items()}, plain.state[param])
@@ -207,29 +213,31 @@ def test_whole_tensors_are_loaded_too(stage):
             torch.testing.assert_close(found, dict(wanted), rtol=0, atol=0)
 
 
-class Replicated(nn.Module):
-    """A parameter over a mesh of all ranks, of which each rank multiplies rows by its own part."""
+class Own(nn.Module):
+    """Parameters over a mesh of all ranks, of which each rank uses its own part."""
 
-    def __init__(self, mesh, rows, places):
+    def __init__(self, mesh, placed):
         super().__init__()
-        values = torch.arange(4.0 * rows).view(rows, 4)
-        self.weight = nn.Parameter(distribute_tensor(values, mesh, places))
+        self.weights = nn.ParameterList(
+            distribute_tensor(torch.arange(1.0, 1 + math.prod(sizes)).view(sizes), mesh, places)
+            for sizes, places in placed
+        )
 
     def forward(self, x):
-        return x @ self.weight.to_local().t()
+        return sum((x * weight.to_local()).square().sum() for weight in self.weights)
 
 
-def over_all_ranks(rank, world, rows, places, kind, stage, path):
+def over_all_ranks(rank, world, kind, placed, stage, path):
     """Train, save, and load into an optimizer of stage 0."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = []
     for each in (stage, 0):
-        net = Replicated(mesh, rows, places)
+        net = Own(mesh, placed)
         model = FastDDP(net, process_group=mesh.get_group("dp"), zero=each)
         optimizer = kind(net.parameters(), 0.01)
         for number in range(2 if each else 0):
             optimizer.zero_grad()
-            model(torch.ones(2, 4) + rank // 2 + number).square().sum().backward()
+            model(torch.tensor(1.0 + rank // 2 + number)).backward()
             optimizer.step()
         state = {"optimizer": model.optimizer_state_dict(optimizer)}
         (dcp.save if each else dcp.load)(state, checkpoint_id=path)
@@ -237,24 +245,25 @@ def over_all_ranks(rank, world, rows, places, kind, stage, path):
             model.load_optimizer_state_dict(optimizer, state["optimizer"])
         found.append(by_name(model, optimizer, optimizer.state_dict()))
     same(found[1], found[0])
-    return found[0]["weight"]
+    values = [v for its in found[0].values() for name, v in its.items() if name != "step"]
+    assert values and all(isinstance(value, DTensor) for value in values)
 
 
 CUT, WHOLE = [Replicate(), Shard(0)], [Replicate(), Replicate()]
 MESHES = {
-    "cut": (6, CUT, optim.AdamW),
-    "one row": (1, CUT, optim.AdamW),  # of which two ranks have nothing
-    "whole": (6, WHOLE, optim.AdamW),
-    "whole matrices": (6, WHOLE, optim.Adafactor),
+    "cut": (optim.AdamW, [((6, 4), CUT)]),
+    "one row": (optim.AdamW, [((1, 4), CUT)]),  # of which two ranks have nothing
+    "whole": (optim.AdamW, [((6, 4), WHOLE)]),
+    "whole matrices": (optim.Adafactor, [((6, 4), WHOLE)]),
+    "unequal parts": (optim.AdamW, [((33,), CUT), ((64,), WHOLE)]),
 }
 
 
+@pytest.mark.slow(but=("unequal parts-1", "one row-2"))
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("case", MESHES)
 def test_a_mesh_may_contain_the_replicas(case, stage, tmp_path):
-    path = str(tmp_path / "saved")
-    for values in run_ranks(over_all_ranks, 4, *MESHES[case], stage, path):
-        assert all(isinstance(v, DTensor) for name, v in values.items() if name != "step")
+    run_ranks(over_all_ranks, 4, *MESHES[case], stage, str(tmp_path / "saved"))
 
 
 def narrow(rank, world, path, options):
