@@ -97,6 +97,7 @@ class ShardedOptimizers(StepWatcher):
         policy: what may be cut, what has fp32 masters, and what parameters travel as.
 
     Attributes:
+        locals: what the ranks share of each parameter: of a DTensor, its local tensor.
         cut: ranks that will share the state of the next optimizer.
         delivery: how what they update reaches the others.
         others: the ranks that have the rest of the state.
