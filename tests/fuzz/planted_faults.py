@@ -667,8 +667,8 @@ FAULTS = [
     Fault(
         "checkpoint-rectangles-in-another-order",
         "fastsync/zero/dcp_chunks.py",
-        "order = sorted(range(like.dim()), key=lambda dim: -strides[dim])",
-        "order = list(range(like.dim()))",
+        "order = sorted(dims, key=lambda dim: -strides[dim])",
+        "order = list(dims)",
         "tests/zero/test_shard_layout.py"
         "::test_parts_of_a_tensor_make_up_the_whole_in_any_memory_format",
     ),
