@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -12,20 +12,27 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils.dlpack import from_dlpack
 
 __all__ = [
     "DTensorSpec",
+    "LocalPlace",
     "cut_like",
     "draw_as_unsharded",
     "even_numel",
+    "is_cut",
     "is_dtensor",
     "local_gradient",
     "local_of",
+    "local_part",
+    "local_place",
+    "local_value",
     "make_dtensor",
     "make_spec",
     "mesh_groups",
+    "placed_value",
     "set_local",
     "shard_spec",
     "spec_of",
@@ -120,6 +127,11 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Return whether ranks have different parts of a tensor."""
+    return any(group.size() > 1 for group in mesh_groups(tensor, cut=True))
+
+
 def even_numel(tensor: torch.Tensor) -> int:
     """Return the real elements of a rank's part of a DTensor, if all parts were of one size."""
     spec = spec_of(tensor)
@@ -147,6 +159,83 @@ def mesh_groups(tensor: torch.Tensor, cut: bool = False) -> tuple[dist.ProcessGr
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor itself, without autograd."""
     return cast(DTensor, tensor)._local_tensor
+
+
+class LocalPlace(NamedTuple):
+    """The place of a rank's part in a whole tensor.
+
+    Attributes:
+        shape, stride: of the part.
+        offsets: of its first element.
+        writes: of the ranks that have the same part of a DTensor, in its mesh, others do not.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offsets: tuple[int, ...]
+    writes: bool = True
+
+
+def local_place(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> LocalPlace:
+    """Return the place of this rank's part of a DTensor; of another tensor, that of all.
+
+    Args:
+        group: the ranks that share the part: each of them writes.
+
+    Raises:
+        ValueError: the part is in several pieces.
+    """
+    local = local_part(tensor)
+    shape, stride = tuple(local.shape), local.stride()
+    if not isinstance(tensor, DTensor):
+        return LocalPlace(shape, stride, (0,) * tensor.dim())
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(isinstance(placement, _StridedShard) for placement in placements):
+        raise ValueError(
+            f"a DTensor of placements {placements} has parts in several pieces, which cannot be "
+            "saved as chunks; save optimizer.state_dict(), or use zero=0"
+        )
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    sharers = set(dist.get_process_group_ranks(group))
+    writes = all(
+        mesh.get_local_rank(dim) == 0
+        for dim in range(mesh.ndim)
+        if placements[dim].is_replicate()
+        and len(sharers.intersection(dist.get_process_group_ranks(mesh.get_group(dim)))) < 2
+    )
+    return LocalPlace(shape, stride, offsets, writes)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, without autograd; another tensor as it is."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def local_value(value: Any, param: torch.Tensor) -> Any:
+    """Return this rank's part of a value in the state of a parameter: a number, a whole tensor, or
+    a DTensor. Collective where that is placed otherwise than a parameter that is a DTensor.
+    """
+    if isinstance(value, DTensor):
+        return local_gradient(value, spec_of(param)) if isinstance(param, DTensor) else value
+    if not (isinstance(param, DTensor) and isinstance(value, torch.Tensor) and value.dim()):
+        return value
+    return local_of(cut_like(value, param)) if value.shape == param.shape else value
+
+
+def placed_value(value: Any, param: torch.Tensor, name: str) -> Any:
+    """Return a value in the state of a parameter, of which this rank has its part: as a DTensor
+    where the parameter is one, and has the value as a DTensor.
+    """
+    if not (isinstance(param, DTensor) and isinstance(value, torch.Tensor)):
+        return value
+    if not value.dim() and (name == "step" or param.dim()):
+        return value
+    spec = spec_of(param)
+    if value.shape == local_of(param).shape:
+        return make_dtensor(value, with_dtype(spec, value.dtype))
+    if is_cut(param):
+        return value
+    return make_dtensor(value, make_spec(spec.mesh, spec.placements, value.shape, value.dtype))
 
 
 def cut_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

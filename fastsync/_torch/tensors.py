@@ -133,10 +133,10 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
-def has_views(tensor: torch.Tensor) -> bool:
-    """Return whether other tensors that are alive have the same storage."""
+def has_views(tensor: torch.Tensor, known: int = 1) -> bool:
+    """Return whether more tensors that are alive have the same storage than `known`: this one."""
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the tensor, and `storage`
+    return int(torch._C._storage_Use_Count(storage._cdata)) > known + 1  # and `storage`
 
 
 def is_view_of_argument(func: Any) -> bool:

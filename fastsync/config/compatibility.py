@@ -161,7 +161,7 @@ _ON_PLAIN_TENSORS = (
     "on_skip",
     "replicas",
     "sync",
-    "zero=1 to 3",
+    "zero=3",
 )
 _SHARDED = "use fully_shard beside tensor parallelism"
 _INPUTS = "leave it out with join(), or give all ranks as many inputs"

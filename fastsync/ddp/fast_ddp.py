@@ -293,7 +293,7 @@ class FastDDP(Front):
         the same.
         """
         groups = self._policy.named_groups
-        if self._policy.zero.stage > 0:  # whose DTensors are shards
+        if self._policy.zero.stage == 3:  # whose DTensors are shards
             return groups
         others = {name for name, param in self.module.named_parameters() if is_dtensor(param)}
         others -= self.parameters_to_ignore.union(*(names for _, names in groups))

@@ -24,6 +24,7 @@ from fastsync._torch import (
     has_python_reducer,
     is_dtensor,
     is_registered,
+    local_part,
     mesh_groups,
 )
 from fastsync.config import compatibility
@@ -291,7 +292,7 @@ class Request:
                 "init_process_group() or new_group(), or zero=0"
             )
         if zero.stage:
-            named = [(param.name, param.tensor) for param in self._params()]
+            named = [(p.name, local_part(p.tensor)) for p in self._params()]
             named += [(f"buffer {n}", buffer) for n, buffer in self.module.named_buffers()]
             check_untied(named, "or use zero=0")
         if zero.parameter_wire is None:

@@ -87,6 +87,7 @@ class Engine:
         regrouped: a plan of this training replaced another one with different buckets.
         during: runs what all ranks do together between steps.
         weights: those of the micro-batches; None: the script has given none.
+        locals: of DTensors.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class Engine:
         self._rendezvous = self._make_rendezvous()
         self._recent: dict[tuple[int, ...], int] = {}  # numbers of plans, by what was trained
         leaves = [p.tensor for p in params]
-        self._locals = LocalGradients(leaves) if any(map(is_dtensor, leaves)) else None
-        self._tensors = tensors = leaves if self._locals is None else self._locals.tensors
+        self.locals = LocalGradients(leaves)
+        self._tensors = tensors = self.locals.tensors
         compute = policy.mixed.param
         self.precision = None if compute is None else core.Precision(tensors, compute)
         names = [p.name for p in params]
@@ -152,6 +153,12 @@ class Engine:
     def params(self) -> Sequence[NamedParam]:
         """Return every parameter, in the order that indices refer to."""
         return self._params
+
+    @property
+    def local_params(self) -> list[NamedParam]:
+        """Return the parameters with local tensors in place of DTensors."""
+        pairs = zip(self._params, self._tensors, strict=True)
+        return [replace(param, tensor=tensor) for param, tensor in pairs]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -298,8 +305,8 @@ class Engine:
         scale: Callable[[], float | torch.Tensor] | None = None,
     ) -> None:
         """Let the reducer call these, as `MeanWeights` says, around what DTensors need."""
-        if self._locals is not None:
-            start = partial(weakly(self._start_locally), self._locals, start)
+        if any(is_dtensor(param.tensor) for param in self._params):
+            start = partial(weakly(self._start_locally), self.locals, start)
         self.core.use_weights(begin, start, scale)
 
     def _start_locally(

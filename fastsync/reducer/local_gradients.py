@@ -36,16 +36,21 @@ class LocalGradients:
             if not isinstance(param, DTensor):
                 self.tensors.append(param)
                 continue
-            local = local_of(param).detach()
+            local = local_of(param).detach()  # wrappers of one model have their own
             self.tensors.append(local)
             self._pairs.append((param, local))
             if param.is_floating_point() or param.is_complex():
                 handles.append(_hook(param, local))
         weakref.finalize(self, _remove, handles).atexit = False
 
+    def move(self) -> None:
+        """Let the parameters lie where their local tensors have been moved to."""
+        for param, local in self._pairs:
+            local_of(param).data = local.data
+
     def begin(self) -> None:
-        """Take the gradients that the parameters have as a backward begins: scripts may have
-        changed them since the forward.
+        """Take the gradients that the parameters have as a backward, or a step, begins: scripts may
+        have changed them since the forward.
         """
         for param, local in self._pairs:
             _take(param, local)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
-from fastsync._torch import WrapperTensor
+from fastsync._torch import LocalPlace, WrapperTensor, local_place
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -24,22 +25,33 @@ class Chunks(WrapperTensor):
     torch.distributed.checkpoint writes and reads it as rectangles, through the protocol that
     DTensor answers too. Rectangles that all ranks write make up the whole tensor in the files.
 
+    Of a DTensor it is a part of this rank's local tensor.
+
     Args:
         like: the parameter: its shape, and the order in which its elements lie in memory.
-        part: consecutive elements in that order, one-dimensional.
+        part: consecutive elements in that order, one-dimensional unless they are all.
         begin: the first of them.
+        place: where the local tensor lies in the whole; by default, it is the whole.
     """
 
     _handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
     part: torch.Tensor
     begin: int
+    place: LocalPlace
     views: dict[tuple[int, ...], torch.Tensor]
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, part: torch.Tensor, begin: int) -> Chunks:
+    def __new__(
+        cls, like: torch.Tensor, part: torch.Tensor, begin: int, place: LocalPlace | None = None
+    ) -> Chunks:
         chunks = cls.without_memory(like, part)
         chunks.part, chunks.begin = part, begin
-        chunks.views = dict(_views(like, part, begin))
+        chunks.place = place = local_place(like) if place is None else place
+        chunks.views = {
+            tuple(map(operator.add, place.offsets, offsets)): view
+            for offsets, view in _views(place, part, begin)
+            if view.numel() or not chunks.numel()
+        }
         return chunks
 
     @classmethod
@@ -52,7 +64,7 @@ class Chunks(WrapperTensor):
         )
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """Return the write items of this rank."""
+        """Return the write items of this rank; none where others write the same."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import (
             TensorWriteData,
@@ -60,6 +72,8 @@ class Chunks(WrapperTensor):
             WriteItemType,
         )
 
+        if not self.place.writes:
+            return []
         properties = TensorProperties.create_from_tensor(self.part)
         return [
             WriteItem(
@@ -90,22 +104,26 @@ class Chunks(WrapperTensor):
 
 @Chunks.handles("clone.default", "detach.default")
 def _apply(func: Any, chunks: Chunks, **named: Any) -> Chunks:
-    return Chunks(chunks, func(chunks.part), chunks.begin)
+    return Chunks(chunks, func(chunks.part), chunks.begin, chunks.place)
 
 
 @Chunks.handles("new_empty.default")
 def _new_empty(func: Any, chunks: Chunks, *_: Any, **named: Any) -> Chunks:
     """Staging for an asynchronous save makes one on the CPU, and fills its attributes."""
-    return Chunks(chunks, torch.empty_like(chunks.part, device="cpu"), chunks.begin)
+    part = torch.empty_like(chunks.part, device="cpu")
+    return Chunks(chunks, part, chunks.begin, chunks.place)
 
 
 def _views(
-    like: torch.Tensor, part: torch.Tensor, begin: int
+    like: LocalPlace, part: torch.Tensor, begin: int
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """Return the rectangles of consecutive elements, by their offsets."""
-    strides = like.stride()
-    order = sorted(range(like.dim()), key=lambda dim: -strides[dim])
-    place = [order.index(dim) for dim in range(like.dim())]
+    if part.shape == like.shape:
+        yield (0,) * part.dim(), part
+        return
+    strides, dims = like.stride, range(len(like.shape))
+    order = sorted(dims, key=lambda dim: -strides[dim])
+    place = [order.index(dim) for dim in dims]
     start = 0
     shape = [like.shape[dim] for dim in order]
     for offsets, sizes in rectangles(shape, begin, begin + part.numel()):

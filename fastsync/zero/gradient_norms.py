@@ -164,7 +164,8 @@ def _power(params: Sequence[torch.Tensor], norm_type: float, device: torch.devic
         grads = by_groups.setdefault(mesh_groups(param, cut=True), [])
         if param.grad is not None:
             cut = is_dtensor(param)
-            grads.append(local_gradient(param.grad, spec_of(param)) if cut else param.grad)
+            grad = local_gradient(param.grad, spec_of(param)) if cut else param.grad
+            grads.append(grad.coalesce().values() if grad.is_sparse else grad)
     largest = norm_type == math.inf
     powers = []
     for groups, grads in by_groups.items():

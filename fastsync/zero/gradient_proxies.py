@@ -17,14 +17,14 @@ Exchanges first meet through the rendezvous store, so that a rank that asks alon
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
-from fastsync._torch import tree_map_only
+from fastsync._torch import local_part, set_local, tree_map_only
 from fastsync.reducer import core
 from fastsync.reducer.weak_calls import weakly
 from fastsync.zero.exchange import Exchange, SpreadTensor
@@ -36,10 +36,12 @@ class ShardGroup:
 
     Args:
         exchange: of what the ranks have.
+        dtensors: those whose local tensors are among the parameters of the units, by the ids of
+            these.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange, dtensors: Mapping[int, torch.Tensor]) -> None:
+        self.exchange, self.dtensors = exchange, dtensors
         self.units: list[GradientShards] = []
         self._norms: dict[int, list[torch.Tensor]] = {}
         self._norms_of: tuple[object, ...] = ()
@@ -234,6 +236,9 @@ class GradientShards:
         param, proxy = self.params[index], self.proxies[index]
         if param.grad is proxy:
             param.grad = whole
+        dtensor = self.sharers.dtensors.get(id(param))
+        if dtensor is not None and dtensor.grad is not None and local_part(dtensor.grad) is proxy:
+            set_local(dtensor.grad, whole)
         self.core.set_pending(index, None)
         self._renew(index)
 
@@ -415,10 +420,16 @@ def _unscale(
 
 def averages(params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return the gradient of each parameter, or the part of it that this rank keeps."""
-    grads = [param.grad for param in params]
-    return [g.share.piece if isinstance(g, ShardedGradient) else g for g in grads]
+    pairs = ((param.grad, _spread(param)) for param in params)
+    return [grad if spread is None else spread.share.piece for grad, spread in pairs]
 
 
 def is_spread(params: Sequence[torch.Tensor], index: int) -> bool:
     """Return whether the gradient of a parameter is spread over the ranks."""
-    return isinstance(params[index].grad, ShardedGradient)
+    return _spread(params[index]) is not None
+
+
+def _spread(param: torch.Tensor) -> ShardedGradient | None:
+    """Return what stands for a parameter's gradient, or for the local tensor of that."""
+    local = None if param.grad is None else local_part(param.grad)
+    return local if isinstance(local, ShardedGradient) else None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fastsync._torch import first_state
+from fastsync._torch import first_state, local_part, local_place, local_value
 from fastsync.faults import consensus
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.monitor import watched
@@ -41,6 +41,8 @@ class _Held:
 
     Attributes:
         group: the number of its parameter group.
+        param: the parameter; of a DTensor that ranks share, the local tensor.
+        placed: the parameter that the optimizer has.
         tensor: the tensor that the optimizer has state for: the parameter, or this rank's piece of
             it.
         begin: where the piece begins, in the order of the parameter's memory.
@@ -50,6 +52,7 @@ class _Held:
     name: str
     group: int
     param: torch.Tensor
+    placed: torch.Tensor
     tensor: torch.Tensor
     begin: int
     sparse: bool
@@ -58,6 +61,13 @@ class _Held:
     def partial(self) -> bool:
         """Return whether other ranks have the rest."""
         return self.tensor.numel() != self.param.numel()
+
+    def in_chunks(self, name: str, value: object) -> bool:
+        """Return whether other ranks have the rest of a value in its state."""
+        if not isinstance(value, torch.Tensor) or value.shape != self.tensor.shape:
+            return False
+        local = self.param is not self.placed and (name != "step" or value.dim() > 0)
+        return self.partial or local
 
     def zero_gradient(self) -> torch.Tensor:
         if self.sparse:
@@ -73,21 +83,27 @@ class _Blank(dict[str, Any]):
 
     def __init__(self, values: State) -> None:
         super().__init__(values)
-        self._versions = {name: tensor._version for name, tensor in self._tensors()}
+        self._versions = {name: _version(tensor) for name, tensor in self._tensors()}
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in self.items():
             tensor = value.part if isinstance(value, Chunks) else value
-            if isinstance(tensor, torch.Tensor) and tensor.numel():
+            if isinstance(tensor, torch.Tensor) and local_part(tensor).numel():
                 yield name, tensor
 
     def unread(self) -> list[str]:
         """Return the names of tensors that nothing has been written to."""
-        return [name for name, tensor in self._tensors() if tensor._version == self._versions[name]]
+        versions = self._versions
+        return [name for name, tensor in self._tensors() if _version(tensor) == versions[name]]
 
     def was_read(self) -> bool:
         """Return whether anything has been written to."""
         return len(self.unread()) < len(self._versions)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return a number that changes with a tensor's values, or those of this rank's part of it."""
+    return tensor._version + local_part(tensor)._version
 
 
 class _Share(dict[str, Any]):
@@ -244,6 +260,7 @@ class OptimizerCheckpoint:
         """
         spaces = taken.spaces if taken is not None else []
         shared = {id(param) for space in spaces for param in space.params}
+        local_of = self._sharded.local if self._sharded is not None else lambda param: param
         pieces = {
             id(space.params[piece.param]): (tensor, piece.begin)
             for space in spaces
@@ -251,12 +268,13 @@ class OptimizerCheckpoint:
         }
         held = []
         for number, group in enumerate(optimizer.param_groups):
-            for param in group["params"]:
+            for placed in group["params"]:
+                param = local_of(placed)
                 if id(param) in pieces or id(param) not in shared:
                     tensor, begin = pieces.get(id(param), (param, 0))
-                    sparse = id(param) in self._sparse
-                    name = self._names[id(param)]
-                    held.append(_Held(name, number, param, tensor, begin, sparse))
+                    sparse = id(placed) in self._sparse
+                    name = self._names[id(placed)]
+                    held.append(_Held(name, number, param, placed, tensor, begin, sparse))
         return held
 
     def _state(
@@ -265,18 +283,18 @@ class OptimizerCheckpoint:
         """Return this rank's part of the state, or room for it; nothing for parameters without
         state.
         """
-        held = self._held(optimizer, taken)
+        held, group = self._held(optimizer, taken), self._engine.group
         if taken.blank if taken is not None else not optimizer.state:
             gradients: list[dict[str, torch.Tensor]] = [{} for _ in optimizer.param_groups]
             for each in held:
-                if each.param.requires_grad:
+                if each.placed.requires_grad:
                     gradients[each.group][each.name] = each.zero_gradient()
             room = first_state(optimizer, gradients)
             for each in held:
                 if taken is not None and each.tensor in taken.masters:
                     room.setdefault(each.name, {})[MASTER] = each.tensor.detach().clone()
             return {
-                each.name: _Blank(_named(each, room[each.name]))
+                each.name: _Blank(_named(each, room[each.name], group))
                 for each in held
                 if each.name in room
             }
@@ -286,19 +304,24 @@ class OptimizerCheckpoint:
             else taken.saved(optimizer, each.tensor)
             for each in held
         }
-        return {each.name: _named(each, state) for each in held if (state := states[each.name])}
+        return {
+            each.name: _named(each, state, group) for each in held if (state := states[each.name])
+        }
 
 
-def _named(held: _Held, state: State) -> dict[str, Any]:
+def _named(held: _Held, state: State, group: dist.ProcessGroup) -> dict[str, Any]:
     """Return a parameter's state in the form of checkpoints.
+
+    Args:
+        group: the ranks that share the parameters.
 
     Raises:
         ValueError: it is unknown which elements a value belongs to.
     """
     named = {}
     for name, value in state.items():
-        if held.partial and isinstance(value, torch.Tensor) and value.shape == held.tensor.shape:
-            value = Chunks(held.param, value, held.begin)
+        if held.in_chunks(name, value):
+            value = Chunks(held.placed, value, held.begin, local_place(held.placed, group))
         elif held.partial and not _is_scalar(value):
             raise ValueError(
                 f"{name!r} in the state of {held.name!r} is neither a number nor has it the shape "
@@ -334,6 +357,8 @@ def _values(held: _Held, saved: State | None) -> State:
 
 def _part(held: _Held, name: str, value: Any) -> Any:
     whole = not isinstance(value, Chunks)
+    if whole and held.param is not held.placed:
+        value = local_value(value, held.placed)
     if isinstance(value, torch.Tensor) and whole and value.shape == held.param.shape:
         return _cut(held, value) if held.partial else value.to(held.tensor.device)
     if whole and (not held.partial or _is_scalar(value)):

@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 
 from fastsync._torch import (
     is_view_of_argument,
+    local_value,
+    placed_value,
     tree_map_only,
     written_arguments,
 )
@@ -100,7 +102,8 @@ class Slices:
     Args:
         spaces: where the parameters lie.
         exchange: collects values of all ranks.
-        order: the parameters in the order of the optimizer's groups.
+        order: by each parameter, in the order of the optimizer's groups, what the ranks share of
+            it: of a DTensor, its local tensor.
         template: returns the state that a first step makes of a parameter of a space, without its
             elements; None: a step makes none.
         siblings: returns what this rank steps on of the parameters in the same group.
@@ -112,13 +115,14 @@ class Slices:
         self,
         spaces: Sequence[FlatBuffer],
         exchange: Exchange,
-        order: Sequence[torch.Tensor],
+        order: Mapping[torch.Tensor, torch.Tensor],
         template: Callable[[FlatBuffer, int], State | None],
         siblings: Callable[[torch.Tensor], Sequence[torch.Tensor] | None],
         writes: Callable[[], AbstractContextManager[None] | None],
     ) -> None:
         self.exchange, self.rank = exchange, exchange.group.rank()
         self._template, self._siblings, self._writes = template, siblings, writes
+        self.locals = order
         self.places: dict[torch.Tensor, tuple[FlatBuffer, int]] = {}
         self.pieces: dict[torch.Tensor, list[tuple[Slice, nn.Parameter]]] = {}
         for space in spaces:
@@ -127,7 +131,6 @@ class Slices:
                 self.pieces[param] = []
             for piece, tensor in space.owned.items():
                 self.pieces[space.params[piece.param]].append((piece, tensor))
-        self.places = {param: self.places[param] for param in order if param in self.places}
         self._elsewhere: dict[torch.Tensor, _Elsewhere] = {}
 
     def writing(self) -> AbstractContextManager[None]:
@@ -219,7 +222,7 @@ class StateView(MutableMapping[Any, Any]):
     def _slices_of(self, key: object) -> Slices | None:
         if isinstance(key, torch.Tensor):
             for slices in self.slices:
-                if key in slices.places:
+                if key in slices.locals:
                     return slices
         return None
 
@@ -227,7 +230,7 @@ class StateView(MutableMapping[Any, Any]):
         slices = self._slices_of(key)
         if slices is None:
             return self.held[key]
-        if not slices.has_state(self.held, key):  # a defaultdict makes an entry, too
+        if not slices.has_state(self.held, slices.locals[key]):  # a defaultdict makes one, too
             self._clear(slices, key, {})
         return _ParamState(self, slices, key)
 
@@ -246,15 +249,16 @@ class StateView(MutableMapping[Any, Any]):
         if slices is None:
             del self.held[key]
             return
-        if not slices.has_state(self.held, key):
+        if not slices.has_state(self.held, slices.locals[key]):
             raise KeyError(key)
         with slices.writing():
             self._clear(slices, key, None)
 
     def _clear(self, slices: Slices, param: torch.Tensor, entry: State | None) -> None:
         """Give the parameter a copy of this entry; None: no entry."""
-        slices.learn(param, None if entry is None else dict(entry))
-        for _, tensor in slices.pieces[param]:
+        local = slices.locals[param]
+        slices.learn(local, None if entry is None else dict(entry))
+        for _, tensor in slices.pieces[local]:
             self.held.pop(tensor, None)
             if entry is not None:
                 self.held[tensor] = dict(entry)
@@ -279,14 +283,15 @@ class StateView(MutableMapping[Any, Any]):
         slices = self._slices_of(key)
         if slices is None:
             return key in self.held
-        return slices.has_state(self.held, cast(torch.Tensor, key))
+        return slices.has_state(self.held, slices.locals[cast(torch.Tensor, key)])
 
     def __iter__(self) -> Iterator[Any]:
         own: set[int] = set()
         found: list[Any] = []
         for slices in self.slices:
             own.update(id(t) for pieces in slices.pieces.values() for _, t in pieces)
-            found += [param for param in slices.places if slices.has_state(self.held, param)]
+            pairs = slices.locals.items()
+            found += [param for param, local in pairs if slices.has_state(self.held, local)]
         return iter([*found, *(key for key in self.held if id(key) not in own)])
 
     def __len__(self) -> int:
@@ -318,8 +323,9 @@ class _ParamState(MutableMapping[str, Any]):
         return super().__new__(cls) if rest else dict(view)
 
     def __init__(self, view: StateView, slices: Slices, param: torch.Tensor) -> None:
-        self._view, self._slices, self._param = view, slices, param
-        self._space, self._index = slices.places[param]
+        self._view, self._slices = view, slices
+        self._whole, self._param = param, slices.locals[param]
+        self._space, self._index = slices.places[self._param]
 
     def _held(self) -> list[tuple[Slice, nn.Parameter, State]]:
         held = self._view.held
@@ -333,6 +339,9 @@ class _ParamState(MutableMapping[str, Any]):
         return self._slices.elsewhere(self._view.held, self._param)
 
     def __getitem__(self, name: str) -> Any:
+        return placed_value(self._get(name), self._whole, name)
+
+    def _get(self, name: str) -> Any:
         value = self._known()[name]
         if value is _Unknown:
             raise RuntimeError(
@@ -363,6 +372,7 @@ class _ParamState(MutableMapping[str, Any]):
         return StateSlice(self._slices, self._param, name, parts, (value, shape))
 
     def __setitem__(self, name: str, value: Any) -> None:
+        value = local_value(value, self._whole)
         if isinstance(value, StateSlice) and not value.is_of(self._slices, self._param):
             value = value.whole()  # for which no rank may wait for readers
         with self._slices.writing():

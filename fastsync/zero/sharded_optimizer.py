@@ -28,10 +28,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim import LBFGS, Optimizer
 
 from fastsync._build.env import Env
-from fastsync._torch import backward_is_running, first_state, has_views
+from fastsync._torch import (
+    backward_is_running,
+    first_state,
+    has_views,
+    is_cut,
+    is_dtensor,
+    local_value,
+    placed_value,
+)
 from fastsync.config.arguments import Zero
 from fastsync.reducer.buckets import travels_coded
 from fastsync.reducer.engine import Engine
@@ -48,6 +57,7 @@ from fastsync.reducer.optimizer_hooks import (
     watch_steps,
     with_loss,
 )
+from fastsync.reducer.unused_parameters import NamedParam
 from fastsync.reducer.weak_calls import weakly
 from fastsync.wire.formats import FORMATS
 from fastsync.zero.delivery import Delivery
@@ -88,6 +98,7 @@ class ShardedOptimizers(StepWatcher):
         policy: what may be cut, what has fp32 masters, and what parameters travel as.
 
     Attributes:
+        locals: what the ranks share of each parameter: of a DTensor, its local tensor.
         cut: ranks that will share the state of the next optimizer.
         delivery: how what they update reaches the others.
         others: the ranks that have the rest of the state.
@@ -98,14 +109,17 @@ class ShardedOptimizers(StepWatcher):
 
     def __init__(self, engine: Engine, policy: Zero) -> None:
         self.engine, self.unit, self._policy = engine, policy.shard_by, policy
+        self.locals = [param.tensor for param in engine.local_params]
         self.index_of = {id(p.tensor): i for i, p in enumerate(engine.params)}
+        self.index_of |= {id(local): i for i, local in enumerate(self.locals)}
         timeout = Env.read().agree_timeout
         self.place = make_rendezvous(engine.group, "sharded optimizer", timeout)
         self.others = Others(engine.group, self.place.name)
         meeting = make_rendezvous(engine.group, "gradients", timeout)
         words = engine.shares.make_words(timeout)
-        self.exchange = Exchange(engine.group, meeting, words, engine.params)
-        self.sharers = ShardGroup(self.exchange)
+        self.exchange = Exchange(engine.group, meeting, words, engine.local_params)
+        dtensors = {id(local): p.tensor for local, p in self._pairs() if local is not p.tensor}
+        self.sharers = ShardGroup(self.exchange, dtensors)
         self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = (
             weakref.WeakKeyDictionary()
         )
@@ -114,6 +128,7 @@ class ShardedOptimizers(StepWatcher):
         self.delivery = Delivery(engine)
         self._buckets = _bucket_numbers(engine)
         self._homes = self._make_homes()
+        engine.locals.move()
         self.taken = 0
         self.asked: set[int] | None = None
         watch_steps(self)
@@ -127,19 +142,54 @@ class ShardedOptimizers(StepWatcher):
 
         The home is None where views of the parameters exist.
         """
-        for each in self.engine.params:
-            if self.shares_steps(each.tensor):
-                fill_memory(each.tensor)
+        for local in self.locals:
+            if self.shares_steps(local):
+                fill_memory(local)
         if self.cut.doubled or self.cut.size == 1:
             return []
-        trained = [p.tensor for p in self.engine.params if p.tensor.requires_grad and not p.sparse]
-        kinds = _by_kind(trained, self.engine, self.unit == "tensor", self._buckets)
+        trained = [t for t, p in self._pairs() if p.tensor.requires_grad and not p.sparse]
+        kinds = self._by_kind(trained, self.unit == "tensor", self._buckets)
         homes: list[tuple[list[torch.Tensor], Home | None]] = []
         for kind, params in kinds.items():
             sharing = self.sharing(kind.dtype, self.cut.size, kind.whole, True)
-            stay = any(map(has_views, params))
+            known = 1 + any(id(param) in self.sharers.dtensors for param in params)
+            stay = any(has_views(param, known) for param in params)
             homes.append((params, None if stay else Home(params, self.cut.size, sharing)))
         return homes
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, NamedParam]]:
+        """Yield the engine's parameters, each after what the ranks share of it."""
+        yield from zip(self.locals, self.engine.params, strict=True)
+
+    def local(self, param: torch.Tensor) -> torch.Tensor:
+        """Return what the ranks share of a parameter: of a DTensor of the model, its local
+        tensor.
+        """
+        index = self.index_of.get(id(param))
+        return param if index is None else self.locals[index]
+
+    def param(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the parameter that optimizers know, of what `local` returns."""
+        return self.engine.params[self.index_of[id(local)]].tensor
+
+    def _by_kind(
+        self, params: Sequence[torch.Tensor], whole: bool, buckets: Mapping[int, int]
+    ) -> dict[_Kind, list[torch.Tensor]]:
+        """Group parameters that can lie in one buffer and be cut alike, and whose gradients come
+        together.
+
+        Args:
+            params: some of `locals`.
+            whole: each has one owner. Those with sparse gradients always have.
+            buckets: see `_bucket_numbers`.
+        """
+        kinds: dict[_Kind, list[torch.Tensor]] = {}
+        for param in params:
+            index = self.index_of[id(param)]
+            alone = whole or self.engine.params[index].sparse
+            bucket = None if alone else buckets.get(index)
+            kinds.setdefault(_Kind(param.dtype, param.device, alone, bucket), []).append(param)
+        return kinds
 
     def make_spaces(self, params: Sequence[torch.Tensor], whole: bool) -> list[FlatBuffer]:
         """Return the parameters that can be cut together, in order, and where they lie. Collective.
@@ -150,7 +200,7 @@ class ShardedOptimizers(StepWatcher):
         later = {i: n + first_new for i, n in _bucket_numbers(self.engine).items()}
         buckets = {**later, **self._buckets}
         found: list[tuple[_Kind, list[torch.Tensor], Home | None]] = []
-        for kind, members in _by_kind(params, self.engine, whole, buckets).items():
+        for kind, members in self._by_kind(params, whole, buckets).items():
             ids = set(map(id, members))
             homes = (each for each in self._homes if ids == set(map(id, each[0])))
             ordered, home = next(homes, (members, None))
@@ -192,6 +242,7 @@ class ShardedOptimizers(StepWatcher):
 
     def attach(self, optimizer: Optimizer) -> ShardedOptimizer:
         """Spread its state over the ranks, unless that has been done. Collective."""
+        self._check_dtensors(optimizer)
         sharded = self._sharded.get(optimizer)
         if sharded is None or not sharded.fits(optimizer):
             self.make_gradients_whole()
@@ -200,6 +251,21 @@ class ShardedOptimizers(StepWatcher):
             sharded = self._sharded[optimizer] = ShardedOptimizer(self, optimizer)
             self._share_gradients(sharded.spaces)
         return sharded
+
+    def _check_dtensors(self, optimizer: Optimizer) -> None:
+        """Check that this rank may step on the local tensors of DTensors.
+
+        Raises:
+            ValueError: it may not.
+        """
+        cut = any(is_cut(param) for param in params_of(optimizer) if self.shares_steps(param))
+        if cut and _unit_for(optimizer, self.unit) == "tensor":
+            kind = type(optimizer)
+            raise ValueError(
+                f"zero=1 and 2 step on each rank's part of a DTensor, and an update of "
+                f"{kind.__module__}.{kind.__qualname__} depends on all parts; use zero=0, or an "
+                "optimizer such as AdamW"
+            )
 
     def find(self, optimizer: Optimizer, moved: bool = False) -> ShardedOptimizer | None:
         """Return what spreads the state of an optimizer.
@@ -272,7 +338,9 @@ class ShardedOptimizers(StepWatcher):
 
     def make_gradients_whole(self) -> None:
         """Put whole gradients on every rank. Collective where they are spread."""
-        make_whole(param.tensor for param in self.engine.params)
+        self.engine.locals.begin()
+        make_whole(self.locals)
+        self.engine.locals.finish()
 
     def _share_gradients(self, spaces: Sequence[FlatBuffer]) -> None:
         """Make the ranks share the gradients of what is cut by elements, too. Collective."""
@@ -336,7 +404,8 @@ class ShardedOptimizer:
         owner.taken += 1
         self.number, self.steps = owner.taken, 0
         self._unit = _unit_for(optimizer, owner.unit)
-        self._full = [list(group["params"]) for group in optimizer.param_groups]
+        groups = optimizer.param_groups
+        self._full = [[owner.local(param) for param in group["params"]] for group in groups]
         self._proxy: Optimizer | None = None
         params = [p for group in self._full for p in group if owner.shares_steps(p)]
         spaces = owner.make_spaces(params, self._unit == "tensor")
@@ -369,7 +438,8 @@ class ShardedOptimizer:
         self.masters = {t for t, (space, _) in self._places.items() if space.sharing.masters}
         self.shares.use(cut, self.spaces)
         before = getattr(self, "slices", None)
-        order = [param for group in self._full for param in group]
+        full = [local for group in self._full for local in group if id(local) in self._pieces]
+        order = {self._owner.param(local): local for local in full}
         exchange = self._owner.exchange
         # A cycle would keep the model until it is collected.
         made_of_self = weakly(self._first_state), weakly(self._alike), weakly(self._writing)
@@ -415,7 +485,8 @@ class ShardedOptimizer:
         """Return whether it steps on these parameters, wherever they lie now."""
         groups = [group["params"] for group in optimizer.param_groups]
         return len(groups) == len(self._full) and all(
-            len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
+            len(now) == len(then)
+            and all(self._owner.local(a) is b for a, b in zip(now, then, strict=True))
             for now, then in zip(groups, self._full, strict=True)
         )
 
@@ -430,11 +501,12 @@ class ShardedOptimizer:
             self._cut_state(optimizer)
         self._owner.delivery.begin()
         self.begin_change()
+        self._owner.engine.locals.begin()
         *ahead, last = [[space] for space in self.spaces]
         if not _steps_by_parameter(optimizer):
             ahead, last = [], self.spaces
         tensors = {id(t) for space in last for t in space.owned.values()}
-        tensors |= {id(p) for p in params_of(optimizer) if id(p) not in self._pieces}
+        tensors |= {id(p) for p in params_of(optimizer) if self._pieces_of(p) is None}
         self._proxy = self._optimizer_proxy(optimizer, tensors)
         if not ahead:
             self._begin(last)
@@ -449,13 +521,18 @@ class ShardedOptimizer:
 
         return (self._proxy, closure, *args[2:])
 
+    def _pieces_of(self, param: torch.Tensor) -> list[nn.Parameter] | None:
+        """Return what this rank steps on of a parameter; None: it is not the model's."""
+        return self._pieces.get(id(self._owner.local(param)))
+
     def _optimizer_proxy(self, optimizer: Optimizer, tensors: set[int]) -> Optimizer:
         """Return a proxy that steps on those of the pieces, and of what is not the model's, in
         `tensors`.
         """
         groups = []
         for group in optimizer.param_groups:
-            pieces = (t for param in group["params"] for t in self._pieces.get(id(param), [param]))
+            found = ((param, self._pieces_of(param)) for param in group["params"])
+            pieces = (t for param, its in found for t in ([param] if its is None else its))
             groups.append({**group, "params": [t for t in pieces if id(t) in tensors]})
         proxy = optimizer_proxy(optimizer, groups)
         proxy.state = self._view.held  # type: ignore[assignment]
@@ -494,6 +571,9 @@ class ShardedOptimizer:
         optimizer.__dict__.update({**proxy.__dict__, **kept})
         self.mark_used()
         self._end(self.spaces[-1:] if _steps_by_parameter(optimizer) else self.spaces)
+        stepped = [p for p in params_of(optimizer) if is_dtensor(p) and p.grad is not None]
+        increment_version(stepped)  # as of what they are made of
+        self._owner.engine.locals.finish()
         self.steps += 1
         self.end_change(optimizer)
         self._owner.delivery.finish(self.number)
@@ -528,7 +608,21 @@ class ShardedOptimizer:
         self._owner.delivery.until_all(lambda: whole.update(collect()))
         self.take_state(optimizer)
         self.let_go(optimizer)
-        optimizer.state.update(whole)
+        optimizer.state.update(self._placed(whole))
+
+    def _placed(self, whole: Mapping[torch.Tensor, State]) -> dict[torch.Tensor, State]:
+        """Return states by the parameters that the optimizer has, placed as these are."""
+        pairs = ((self._owner.param(local), state) for local, state in whole.items())
+        return {
+            param: {name: placed_value(value, param, name) for name, value in state.items()}
+            for param, state in pairs
+        }
+
+    def _local(self, param: torch.Tensor, state: State | None) -> State | None:
+        """Return this rank's part of a parameter's state."""
+        if state is None:
+            return None
+        return {name: local_value(value, param) for name, value in state.items()}
 
     def let_go(self, optimizer: Optimizer) -> None:
         """End any part in what the optimizer saves and loads."""
@@ -599,10 +693,11 @@ class ShardedOptimizer:
             self._view = optimizer.state
         held = self._view.held
         for space in self.spaces:
-            whole = [held.pop(param, None) for param in space.params]
+            params = list(map(self._owner.param, space.params))
+            whole = [self._local(param, held.pop(param, None)) for param in params]
             if space.sharing.masters:
-                pairs = zip(space.params, whole, strict=True)
-                whole = [of_master(state, loaded.get(id(param))) for param, state in pairs]
+                its = [self._local(param, loaded.get(id(param))) for param in params]
+                whole = [of_master(*pair) for pair in zip(whole, its, strict=True)]
             self.blank = self.blank and not any(whole)
             alone = space.sharing.whole
             told = [
@@ -678,14 +773,14 @@ class ShardedOptimizer:
             others = self._owner.others
             whole = fetch_whole(self.spaces, self.cut, self.shares, others, self.number)
         self._fetched = self.shares.gate.version
-        return whole
+        return self._placed(whole)
 
     def _after_state_dict(self, optimizer: Optimizer, _: object) -> None:
         held = held_state(optimizer)
         with self.shares.gate.moving:
             for space in self.spaces:
                 for param in space.params:
-                    held.pop(param, None)
+                    held.pop(self._owner.param(param), None)
             held.update(self.shares.aside)
             self.shares.aside = {}
             optimizer.state = self._view  # type: ignore[assignment]
@@ -709,27 +804,6 @@ class ShardedOptimizer:
         self._loaded = {id(param): states[key] for key, param in pairs if key in states}
         self._come_to_change()
         self.shares.loading = True
-
-
-def _by_kind(
-    params: Sequence[torch.Tensor], engine: Engine, whole: bool, buckets: Mapping[int, int]
-) -> dict[_Kind, list[torch.Tensor]]:
-    """Group parameters that can lie in one buffer and be cut alike, and whose gradients come
-    together.
-
-    Args:
-        params: some of the engine's.
-        whole: each has one owner. Those with sparse gradients always have.
-        buckets: see `_bucket_numbers`.
-    """
-    index_of = {id(each.tensor): index for index, each in enumerate(engine.params)}
-    kinds: dict[_Kind, list[torch.Tensor]] = {}
-    for param in params:
-        index = index_of[id(param)]
-        alone = whole or engine.params[index].sparse
-        bucket = None if alone else buckets.get(index)
-        kinds.setdefault(_Kind(param.dtype, param.device, alone, bucket), []).append(param)
-    return kinds
 
 
 def _bucket_numbers(engine: Engine) -> dict[int, int]:

@@ -36,8 +36,8 @@ class Case:
         drawn = self.draw()
         apart = random.Random(f"meshes of {seed}")
         if seat.folded and may_be_cut(drawn) and apart.random() < 0.25:
-            self.seat, drawn = apart.choice(seat.folded), with_dtensors(drawn, seed)
-            seat = self.seat
+            self.seat = seat = apart.choice(seat.folded)
+            drawn = with_dtensors(drawn, seed, seat.world)
         self.mine = random.Random(1000 * seed + seat.rank + 1)  # this rank's own
         torch.manual_seed(seed)
         first = self.add(with_groups(drawn, seed, seat.world))
@@ -49,7 +49,7 @@ class Case:
             self.models.append(self.add(self.draw(), group))
         elif way == "shared" and first.drawn.theme == "plain":
             drawn = self.draw("plain")
-            drawn = with_dtensors(drawn, seed) if first.drawn.cuts else drawn
+            drawn = with_dtensors(drawn, seed, seat.world) if first.drawn.cuts else drawn
             self.models.append(self.add(drawn, twins=first.twins))
             for model in self.models:
                 model.siblings = [other for other in self.models if other is not model]

@@ -200,14 +200,16 @@ def with_groups(drawn, seed, world):
 
 def may_be_cut(drawn):
     """Return whether parameters may be DTensors."""
-    return drawn.theme not in ("mixed", "zero") and drawn.wire.form != "hierarchical"
+    return drawn.theme != "mixed" and drawn.wire.form != "hierarchical"
 
 
-def with_dtensors(drawn, seed):
-    """Make DTensors of some parameters."""
+def with_dtensors(drawn, seed, world):
+    """Make DTensors of some parameters, which `world` ranks average."""
     kept = ("bucket_cap_mb", "gradient_as_bucket_view", "find_unused_parameters", "shared_memory")
-    more = ("wire", "static_graph", "skip_all_reduce_unused_params")
+    more = ("wire", "static_graph", "skip_all_reduce_unused_params", "zero", "parameter_wire")
     options = {name: drawn.options[name] for name in (*kept, *more) if name in drawn.options}
+    if world == 1:
+        options.pop("parameter_wire", None)  # nothing is sent
     return replace(drawn, options={**options, "nonfinite": "ignore"}, cuts=f"cuts of {seed}")
 
 

@@ -11,6 +11,7 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tests.fuzz.random_cases.tree import local
 from tests.fuzz.random_cases.wires import tolerance
@@ -106,8 +107,12 @@ def width(wrapped):
 
 
 def total_norm(wrapped):
-    """Return the norm of the copy's gradients, which are those of the model after `adopt`."""
+    """Return the norm of the copy's gradients, which are those of the model after `adopt`.
+
+    Collective over the ranks that have other parts of DTensors.
+    """
     grads = [theirs.grad for _, theirs in wrapped.twins.params if theirs.grad is not None]
+    grads = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
     return math.sqrt(sum(_real(grad).square().sum().item() for grad in grads))
 
 

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from fastsync._torch import make_dtensor, spec_of
 from tests.fuzz.random_cases import rule
 from tests.fuzz.random_cases.wires import draw_wire
 from tests.fuzz.random_cases.wrapped import same
@@ -262,15 +264,24 @@ def reset_values(way, ours, theirs):
         ours.mul_(0.5)
         theirs.mul_(0.5)
     else:
-        ours.copy_(torch.ones_like(theirs))
+        ones = torch.ones_like(theirs)
+        ours.copy_(make_dtensor(ones, spec_of(ours)) if isinstance(ours, DTensor) else ones)
         theirs.fill_(1)
+
+
+def assign(param, value):
+    """Give a parameter other memory; a DTensor, which keeps its own, other values."""
+    if isinstance(param, DTensor):
+        param.data.copy_(value)
+    else:
+        param.data = value
 
 
 def assign_data(wrapped):
     """Other memory, and other values, for some parameters, on all ranks."""
     for i in some(wrapped.rng, wrapped.twins.params):
         ours, theirs = wrapped.twins.params[i]
-        ours.data = ours.data * 0.5
+        assign(ours, ours.data * 0.5)
         theirs.data.mul_(0.5)
 
 
@@ -363,7 +374,7 @@ def saved_on_some_ranks(wrapped):
         rule.gathered(wrapped, torch.zeros(1))
     wrapped.backward(forward.losses())
     rule.check(wrapped)
-    if rule.gradients_are_alike(wrapped):
+    if rule.gradients_are_alike(wrapped) and wrapped.may_step():
         wrapped.step()
 
 
@@ -412,7 +423,7 @@ def draw_after(rng):
             if way == "halve":
                 params[i].mul_(0.5)
             elif way == "assign":
-                params[i].data = params[i].data * 0.5
+                assign(params[i], params[i].data * 0.5)
 
     return after
 

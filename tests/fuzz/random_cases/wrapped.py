@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fastsync import FastDDP, Group
+from fastsync._torch import local_part, make_dtensor, spec_of
 from fastsync.config.arguments import grouped
 from fastsync.zero.gradient_proxies import ShardedGradient
 from tests.fuzz.random_cases import drawing
@@ -52,7 +53,16 @@ def same(one, other):
 
 def seen(grad):
     """The elements of a gradient that may be spread over the ranks, and stays so. Collective."""
-    return grad.share.collected() if isinstance(grad, ShardedGradient) else grad
+    if not is_shared(grad):
+        return grad
+    if isinstance(grad, DTensor):
+        return make_dtensor(local_part(grad).share.collected(), spec_of(grad))
+    return grad.share.collected()
+
+
+def is_shared(grad):
+    """Return whether ranks keep their own elements of a gradient, or of its local tensor."""
+    return grad is not None and isinstance(local_part(grad), ShardedGradient)
 
 
 def place(param):
@@ -82,7 +92,7 @@ class Exact:
     """
 
     def __init__(self, param):
-        self.master = self.delivered = param.detach().clone()
+        self.master = self.delivered = local(param.detach()).clone()
         self.moved = torch.zeros_like(self.master, dtype=torch.bool)  # elements, by the last step
         self.state = {}  # what the optimizer keeps of it
 
@@ -93,20 +103,22 @@ class Exact:
 
     def step(self, param, rounding):
         """Follow what has been written since the last step, step, and round."""
+        grad = None if param.grad is None else local(param.grad)
+        param = local(param.detach())
         wide = param.dtype if rounding is None else torch.float32
-        written = ~same_elements(param.detach(), self.delivered)
-        before = self.master.to(wide).where(~written, param.detach().to(wide))
+        written = ~same_elements(param, self.delivered)
+        before = self.master.to(wide).where(~written, param.to(wide))
         self.master = before.clone()
         stepped = torch.nn.Parameter(self.master)
-        stepped.grad = None if param.grad is None else param.grad.to(wide)
+        stepped.grad = None if grad is None else grad.to(wide)
         optimizer = make_optimizer([stepped])
         optimizer.state[stepped] = self.state
         optimizer.step()
         self.moved = ~same_elements(before, self.master)
         # Where a script has written to part of what a step had rounded, that is rounded again.
         again = rounding is not None and bool(written.any())
-        if param.grad is not None or again:
-            param.data.copy_(stepped.data if rounding is None else rounding(stepped))
+        if grad is not None or again:
+            param.copy_(stepped.data if rounding is None else rounding(stepped))
 
 
 def _reset(way, param):
@@ -217,7 +229,7 @@ class Twins:
         for ours, _ in self.params:
             if ours.grad is None or ours.grad.is_sparse or self.mine.random() < 0.7:
                 continue
-            if isinstance(ours.grad, ShardedGradient):  # which all ranks would have to look at
+            if is_shared(ours.grad):  # which all ranks would have to look at
                 continue
             way = self.mine.choice(("itself", "slice", "detached", "storage", "shared"))
             grad = local(ours.grad)
@@ -343,7 +355,7 @@ class Wrapped:
         seen = []  # by a hook after the step
 
         def look(*_):
-            seen.extend(p.detach().clone() for p in params)
+            seen.extend(local(p.detach()).clone() for p in params)
             with torch.no_grad():
                 after(params)
 
@@ -361,7 +373,7 @@ class Wrapped:
             exact.step(theirs, self.drawn.rounding(theirs.dtype))
             # A piece that no step has changed stays exact.
             still = same_elements(found, exact.master.to(found.dtype)) & ~exact.moved
-            right = same_elements(found, theirs) | still
+            right = same_elements(found, local(theirs.detach())) | still
             assert bool(right.all()), f"parameter {index} is another one after a step"
             exact.delivered = found
             theirs.data.copy_(ours.data)
