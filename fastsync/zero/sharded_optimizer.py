@@ -237,7 +237,9 @@ class ShardedOptimizers(StepWatcher):
                 "zero=0"
             )
         arguments = with_loss(args)
-        check_averaged(filter(self.shares_steps, params_of(optimizer)), self.engine, self.exchange)
+        self.engine.locals.begin()
+        ours = map(self.local, filter(self.shares_steps, params_of(optimizer)))
+        check_averaged(ours, self.engine, self.exchange)
         return self.attach(optimizer).arguments(optimizer, arguments)
 
     def attach(self, optimizer: Optimizer) -> ShardedOptimizer:

@@ -26,7 +26,7 @@ def check_averaged(params: Iterable[torch.Tensor], engine: Engine, exchange: Exc
     Collective where there are any.
 
     Args:
-        params: those that an optimizer steps on.
+        params: those that an optimizer steps on; of DTensors, the local tensors.
 
     Raises:
         RuntimeError: the gradients differ, on every rank.
@@ -35,21 +35,21 @@ def check_averaged(params: Iterable[torch.Tensor], engine: Engine, exchange: Exc
     if not accumulated or engine.group.size() == 1:
         return
     ours = {id(param): param.grad for param in params}
-    found = [engine.params[i] for i in accumulated if id(engine.params[i].tensor) in ours]
+    found = [i for i in accumulated if id(engine.locals.tensors[i]) in ours]
     if not found:
         return
     digests = core.digests([part for grad in ours.values() for part in _local_parts(grad)])
     mine = hash(tuple(digests)) & _DIGITS
     everyones = exchange.sum("a step on gradients that no backward has averaged", float(mine))
     if everyones != mine * engine.group.size():
+        name = engine.params[found[0]].name
         raise RuntimeError(
             f"rank {number_of(engine.group)}: an optimizer is about to step on gradients that were "
-            "not averaged and differ between the ranks, such as that of "
-            f"{found[0].name!r}. Since the last backward that synchronised there was one under "
-            "no_sync(), through model.module, or again through the same graph. With zero=1 or 2 "
-            "each rank steps on pieces of the parameters, so that ranks cannot train apart: let "
-            "the last backward before a step synchronise, by a forward of the wrapper outside "
-            "no_sync(), or use zero=0"
+            f"not averaged and differ between the ranks, such as that of {name!r}. Since the last "
+            "backward that synchronised there was one under no_sync(), through model.module, or "
+            "again through the same graph. With zero=1 or 2 each rank steps on pieces of the "
+            "parameters, so that ranks cannot train apart: let the last backward before a step "
+            "synchronise, by a forward of the wrapper outside no_sync(), or use zero=0"
         )
 
 

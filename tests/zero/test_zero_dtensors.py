@@ -229,6 +229,20 @@ def test_a_backward_through_weights_before_a_step_is_an_error():
     run_ranks(through_an_older_graph, 4, 1)
 
 
+def steps_under_no_sync(rank, world):
+    model, optimizer = all_cut(1)
+    step(model, optimizer, 0)
+    optimizer.zero_grad()
+    with model.no_sync():
+        model(samples(1, rank // 2)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="not averaged and differ between the ranks"):
+        optimizer.step()
+
+
+def test_a_step_on_gradients_that_nobody_averaged_is_an_error():
+    run_ranks(steps_under_no_sync, 4)
+
+
 def weighed(rank, world, stage):
     model, optimizer = made(stage)
     for number in range(4):
