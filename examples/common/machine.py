@@ -43,13 +43,15 @@ def environment(group: Group) -> dict[str, Any]:
 
 
 def describe(facts: dict[str, Any]) -> str:
-    """Return one line for people."""
+    """Return one line for people; a rank has one thread where it says nothing else."""
     device = facts["gpu"] or f"{facts['cpu']}, {facts['cores']} cores"
-    threads = f"{facts['threads_per_rank']} thread(s)"
-    ranks = f"{facts['ranks']} ranks over {facts['transport']}, {threads} each"
+    count = facts["threads_per_rank"]
+    threads = "" if count == 1 else f", {count} threads each"
+    ranks = (
+        "1 process" if facts["ranks"] == 1 else f"{facts['ranks']} ranks over {facts['transport']}"
+    )
     return (
-        f"{f'1 process, {threads}' if facts['ranks'] == 1 else ranks}; {device}; "
-        f"torch {facts['torch']}; commit {facts['commit'] or 'unknown'}"
+        f"{ranks}{threads}; {device}; torch {facts['torch']}; commit {facts['commit'] or 'unknown'}"
     )
 
 
