@@ -266,6 +266,11 @@ def test_hooks_see_and_change_what_they_do_under_ddp(script, stage):
     check(script, stage)
 
 
+def test_the_first_forward_is_that_of_a_closure():
+    """`fully_shard` learns there which modules make one model."""
+    check(zeroes_in_a_pre_hook_before_a_closure, "fully_shard")
+
+
 @pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("before_wrapping", [False, True])

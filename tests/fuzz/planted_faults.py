@@ -607,6 +607,14 @@ FAULTS = [
     ),
     # --- fastsync/zero
     Fault(
+        "steps-on-gradients-nobody-averaged",
+        "fastsync/zero/unaveraged.py",
+        "if everyones != mine * engine.group.size():",
+        "if everyones < mine:",
+        "tests/conformance/test_unaveraged_gradients.py"
+        "::test_ranks_that_would_train_apart_get_an_error[twice_through_one_graph-zero1]",
+    ),
+    Fault(
         "shard-offset-off-by-one",
         "fastsync/zero/partition.py",
         "begin = max(0, rank * region - offset)",
@@ -839,6 +847,13 @@ FAULTS = [
     ),
     # --- fastsync/fsdp
     Fault(
+        "state-of-a-step-whose-closure-ran-first-lost",
+        "fastsync/fsdp/context.py",
+        "if self.states[0].is_root is None:",
+        "if False:",
+        "tests/conformance/test_optimizer_hooks.py::test_the_first_forward_is_that_of_a_closure",
+    ),
+    Fault(
         "prefetched-unit-not-gathered-after-a-step",
         "fastsync/fsdp/context.py",
         "unit.stale = unit.stale or any(id(member.sharded) in held for member in unit.members)",
@@ -1059,6 +1074,13 @@ FAULTS = [
         "return segments_[rank]->data() + other.offset",
         "return segments_[rank_]->data() + other.offset",
         "tests/ddp/test_shared_memory.py::test_exchanges_are_those_of_torch[3-dtype0-copied]",
+    ),
+    Fault(
+        "a-statement-freed-while-others-read",
+        "csrc/shm/memory.cpp",
+        "memory.leave(mine_[i]);",
+        "",
+        "tests/conformance/test_unaveraged_gradients.py::test_the_error_of_a_slow_rank_is_the_same",
     ),
     # --- csrc/fsdp
     Fault(
