@@ -3,6 +3,7 @@
 Some cases again: python -m tests.simulated.test_simulated_random NUMBER...
 """
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.fuzz.random_cases.team import naming_the_case, run_case, seat_on, wor
 from tests.simulated.ranks import run_simulated
 
 DEVICE = "sim"
+DRAWN = 4
 FIXED = 280  # of which more than 200 have two ranks
 SHARD = 56
 
@@ -39,6 +41,11 @@ def check_on_the_device(seeds, folder):
         found = run_simulated(on_the_device, 2, seeds, folder, timeout=60 + 10 * len(seeds))
     for races in found:
         assert not races, "\n".join(races)
+
+
+def test_cases_of_this_run(tmp_path):
+    start = int.from_bytes(os.urandom(4), "big")
+    check_on_the_device(range(start, start + DRAWN), tmp_path)
 
 
 @pytest.mark.slow
