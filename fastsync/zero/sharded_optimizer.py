@@ -152,8 +152,8 @@ class ShardedOptimizers(StepWatcher):
         homes: list[tuple[list[torch.Tensor], Home | None]] = []
         for kind, params in kinds.items():
             sharing = self.sharing(kind.dtype, self.cut.size, kind.whole, True)
-            known = 1 + any(id(param) in self.sharers.dtensors for param in params)
-            stay = any(has_views(param, known) for param in params)
+            dtensors = self.sharers.dtensors  # which have a tensor over the same memory
+            stay = any(has_views(param, 1 + (id(param) in dtensors)) for param in params)
             homes.append((params, None if stay else Home(params, self.cut.size, sharing)))
         return homes
 
