@@ -317,7 +317,7 @@ def train(rank, fault, place, wrapper):
     ):  # all have met to make one, and the others wait in torch
         groups.watched_call = lambda *call, **options: fail(fault)
     if mine and place == "connect":
-        core.make_unit_links = lambda *links: fail(fault)
+        core.UnitLinks = lambda *links: fail(fault)
     if mine and place == "vote" and fault not in ("thaw", "store"):
         vote_and_fail(fault)
     if mine and place == "before":
@@ -327,8 +327,8 @@ def train(rank, fault, place, wrapper):
     if mine and place == "arrived":  # the store knows, and there is no watch yet
         watch._gather = lambda *call: fail(fault)
     if mine and place == "unlinked":  # all know its address, and none is connected with it
-        made = watch.make_offer
-        watch.make_offer = lambda *call: (Deaf((offered := made(*call))[0]), offered[1])
+        made = watch._make_offer
+        watch._make_offer = lambda *call: (Deaf((offered := made(*call))[0]), offered[1])
     model = wrap(net, wrapper, options)
     if mine and place == "wrapped":
         fail(fault)
