@@ -237,16 +237,17 @@ class ShardedOptimizers(StepWatcher):
                 "zero=0"
             )
         arguments = with_loss(args)
+        sharded = self.attach(optimizer)
         self.engine.locals.begin()
         ours = map(self.local, filter(self.shares_steps, params_of(optimizer)))
         check_averaged(ours, self.engine, self.exchange)
-        return self.attach(optimizer).arguments(optimizer, arguments)
+        return sharded.arguments(optimizer, arguments)
 
     def attach(self, optimizer: Optimizer) -> ShardedOptimizer:
         """Spread its state over the ranks, unless that has been done. Collective."""
-        self._check_dtensors(optimizer)
         sharded = self._sharded.get(optimizer)
         if sharded is None or not sharded.fits(optimizer):
+            self._check_dtensors(optimizer)
             self.make_gradients_whole()
             if sharded is not None:
                 sharded.detach(optimizer)
@@ -503,7 +504,6 @@ class ShardedOptimizer:
             self._cut_state(optimizer)
         self._owner.delivery.begin()
         self.begin_change()
-        self._owner.engine.locals.begin()
         *ahead, last = [[space] for space in self.spaces]
         if not _steps_by_parameter(optimizer):
             ahead, last = [], self.spaces
