@@ -157,6 +157,12 @@ def test_a_rank_holds_its_share_of_gradients_and_state_alone():
         assert sum(states) / 4 == 3 * share, stage
 
 
+def is_as_at_stage_0(script, stage):
+    """Assert that `script(rank, world, stage)` has the same results within rounding."""
+    for ours, right in zip(run_ranks(script, 4, stage), run_ranks(script, 4, 0), strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-11, atol=1e-12)
+
+
 def all_cut(stage):
     return made(stage, cuts=("up", "down", "last"))
 
@@ -210,8 +216,7 @@ def handled(rank, world, stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_are_what_they_are_at_stage_0(stage):
-    for ours, right in zip(run_ranks(handled, 4, stage), run_ranks(handled, 4, 0), strict=True):
-        torch.testing.assert_close(ours, right, rtol=1e-11, atol=1e-12)
+    is_as_at_stage_0(handled, stage)
 
 
 def through_an_older_graph(rank, world, stage):
@@ -258,8 +263,7 @@ def weighed(rank, world, stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_weighted_means_are_those_of_stage_0(stage):
-    for ours, right in zip(run_ranks(weighed, 4, stage), run_ranks(weighed, 4, 0), strict=True):
-        torch.testing.assert_close(ours, right, rtol=1e-11, atol=1e-12)
+    is_as_at_stage_0(weighed, stage)
 
 
 def scaled(rank, world, stage):
@@ -276,5 +280,4 @@ def scaled(rank, world, stage):
 
 
 def test_a_scaler_leaves_out_the_step_on_all_ranks():
-    for ours, right in zip(run_ranks(scaled, 4, 2), run_ranks(scaled, 4, 0), strict=True):
-        torch.testing.assert_close(ours, right, rtol=1e-11, atol=1e-12)
+    is_as_at_stage_0(scaled, 2)
