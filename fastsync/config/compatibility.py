@@ -260,10 +260,11 @@ ROWS = (
     ),
     Row(
         "groups",
-        "zero=1 to 3",
+        "zero=3",
         "not all ranks have the parameters of a group",
-        "use zero=0, or fully_shard",
+        "use zero=2, or fully_shard",
     ),
+    Row("groups", "zero with masters", "steps on parameters of a group are not shared"),
     *(
         Row("DTensors", feature, "it works on plain tensors", _SHARDED)
         for feature in _ON_PLAIN_TENSORS

@@ -195,7 +195,7 @@ def _squares(params: Sequence[torch.Tensor], holders: Holders) -> _Squares | Non
         return None
     every = [whole, *(squares for squares, _ in known)]
     return _Squares(
-        owned=sum(squares.common / ranks for squares, ranks in known),
+        owned=whole.owned + sum(squares.common / ranks for squares, ranks in known),
         common=whole.common,
         exchange=holders.apart.exchange,
         wide=any(squares.wide for squares in every),

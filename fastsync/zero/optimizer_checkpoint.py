@@ -218,7 +218,7 @@ class OptimizerCheckpoint:
         """
         sharded = self._sharded
         params = (param for group in optimizer.param_groups for param in group["params"])
-        if sharded is None or not any(id(param) in sharded.index_of for param in params):
+        if sharded is None or not any(map(sharded.shares_steps, params)):
             return None
         return sharded.attach(optimizer)
 
@@ -270,6 +270,8 @@ class OptimizerCheckpoint:
         for number, group in enumerate(optimizer.param_groups):
             for placed in group["params"]:
                 param = local_of(placed)
+                if id(param) not in shared:
+                    param = placed
                 if id(param) in pieces or id(param) not in shared:
                     tensor, begin = pieces.get(id(param), (param, 0))
                     sparse = id(placed) in self._sparse

@@ -112,6 +112,8 @@ class ShardedOptimizers(StepWatcher):
         self.locals = [param.tensor for param in engine.local_params]
         self.index_of = {id(p.tensor): i for i, p in enumerate(engine.params)}
         self.index_of |= {id(local): i for i, local in enumerate(self.locals)}
+        apart = {name for _, names in engine.policy.named_groups for name in names}
+        self._apart = {i for i, param in enumerate(engine.params) if param.name in apart}
         timeout = Env.read().agree_timeout
         self.place = make_rendezvous(engine.group, "sharded optimizer", timeout)
         self.others = Others(engine.group, self.place.name)
@@ -147,7 +149,8 @@ class ShardedOptimizers(StepWatcher):
                 fill_memory(local)
         if self.cut.doubled or self.cut.size == 1:
             return []
-        trained = [t for t, p in self._pairs() if p.tensor.requires_grad and not p.sparse]
+        shared = ((t, p) for t, p in self._pairs() if self.shares_steps(t))
+        trained = [t for t, p in shared if p.tensor.requires_grad and not p.sparse]
         kinds = self._by_kind(trained, self.unit == "tensor", self._buckets)
         homes: list[tuple[list[torch.Tensor], Home | None]] = []
         for kind, params in kinds.items():
@@ -221,10 +224,15 @@ class ShardedOptimizers(StepWatcher):
         return spaces
 
     def shares_steps(self, param: torch.Tensor) -> bool:
-        """Return whether the ranks share the steps on a parameter: not of the model's integers,
-        such as codes of a quantised layer, on which no optimizer steps.
+        """Return whether the ranks share the steps on a parameter.
+
+        They do on those of the model, but not on parameters of `groups`, which other ranks do not
+        have, nor on integers, such as codes of a quantised layer, on which no optimizer steps.
         """
-        return id(param) in self.index_of and (param.is_floating_point() or param.is_complex())
+        index = self.index_of.get(id(param))
+        if index is None or index in self._apart:
+            return False
+        return param.is_floating_point() or param.is_complex()
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
         """Return what `step` shall be called with instead; None where it is none of ours."""
@@ -588,15 +596,21 @@ class ShardedOptimizer:
         self.blank, self._view.used = False, True
 
     def saved(self, optimizer: Optimizer, tensor: torch.Tensor) -> State:
-        """Return the state of a piece as checkpoints hold it: with its master, once stepped on."""
-        space, piece = self._places[tensor]
+        """Return the state of a piece as checkpoints hold it: with its master, once stepped on.
+
+        Args:
+            tensor: the piece, or a parameter that is not shared.
+        """
         held = held_state(optimizer)
+        if tensor not in self._places:
+            return dict(held.get(tensor, {}))
+        space, piece = self._places[tensor]
         return self.shares.saved(tensor, space.loaded_master(piece), held)
 
     def take_master(self, tensor: torch.Tensor, state: Mapping[str, Any]) -> State:
         """Take the master of what `saved` returned; return the rest. Without one it follows the
         parameter."""
-        if MASTER in state:
+        if MASTER in state and tensor in self._places:
             space, piece = self._places[tensor]
             if space.load_master(piece, state[MASTER]):
                 self.shares.stepped.add(tensor)

@@ -1,5 +1,7 @@
 """Parameters that are averaged over groups of their own: results are those of one process."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from tests.helpers.parallel_models import (
 from tests.helpers.teams import run_ranks
 
 STEPS = 20
+STAGES = (0, 1, 2)
 
 
 def optimizer_of(model):
@@ -99,7 +102,12 @@ def part_of(kind, name, whole, rank):
     return whole[name]
 
 
-OPTIONS = {"memory": {}, "gloo": {"wire": Wire(shared_memory=False)}}
+OPTIONS = {
+    "memory": {},
+    "gloo": {"wire": Wire(shared_memory=False)},
+    "zero=1": {"zero": 1},
+    "zero=2": {"zero": 2, "wire": Wire(shared_memory=False)},
+}
 
 
 @pytest.mark.slow(turns="options")
@@ -279,6 +287,51 @@ def test_all_parameters_may_have_groups():
         assert found == ([[mean, 2.0]] * 6 + [[None, 2.0]] * 6) * 2
 
 
+# --- stages 1 and 2: the ranks share what is averaged over all of them
+
+
+def of_state(optimizer):
+    """Return the elements of the moments that this rank has."""
+    held = [value for state in optimizer.state.held.values() for value in state.values()]
+    return sum(value.numel() for value in held if value.dim() > 0)
+
+
+def shared_state(rank, world):
+    """Train with a state that is whole at stage 0; save and load it on the way."""
+    found = []
+    for zero in STAGES:
+        part = groups_of(rank)[1]
+        net = Two(rank % 2)
+        model = FastDDP(net, groups={"own.*": part}, zero=zero)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        for step in range(6):
+            optimizer.zero_grad()
+            model((rank + 1.0 + step, 2.0 * rank)).backward()
+            optimizer.step()
+            if step == 2:
+                whole = copy.deepcopy(optimizer.state_dict())
+            if step == 3:
+                model.load_optimizer_state_dict(optimizer, model.optimizer_state_dict(optimizer))
+        last = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(whole)
+        model((1.0, 1.0)).backward()
+        optimizer.step()
+        held = of_state(optimizer) if zero else 0
+        found.append((state(net), last["state"], held))
+    return found
+
+
+def test_other_ranks_share_no_state_of_a_group():
+    held_by_all = [0] * len(STAGES)
+    for found in run_ranks(shared_state, 4):
+        for stage, (weights, last, held) in zip(STAGES, found, strict=True):
+            torch.testing.assert_close(weights, found[0][0], rtol=0, atol=0)
+            torch.testing.assert_close(last, found[0][1], rtol=0, atol=0)
+            held_by_all[stage] += held
+    # Two moments of 20 elements on each rank, and of 20 that are shared.
+    assert held_by_all[1:] == [4 * 40 + 40] * 2
+
+
 # --- wires, norms, and gradients that are not finite
 
 
@@ -312,14 +365,17 @@ def test_wires_carry_groups(wire, bound):
 
 
 def clip(rank, world, norm_type, dtype):
-    net = Two().to(dtype)
-    model = FastDDP(net, groups={"own.*": groups_of(rank)[1]})
-    norms = []
-    for _ in range(2):
-        model.zero_grad()
-        model((1.0, 2.0 + rank % 2)).backward()
-        norms.append(model.clip_grad_norm_(1.0, norm_type).item())
-    return norms, grads_of(net)
+    found = []
+    for zero in STAGES:
+        net = Two().to(dtype)
+        model = FastDDP(net, groups={"own.*": groups_of(rank)[1]}, zero=zero)
+        optimizer_of(model).step()  # from then on the ranks share gradients
+        for _ in range(2):
+            model.zero_grad()
+            model((1.0, 2.0 + rank % 2)).backward()
+            norm = model.clip_grad_norm_(1.0, norm_type).item()
+            found.append((norm, *grads_of(net)))
+    return found
 
 
 @pytest.mark.slow(but=("2.0-dtype0",))
@@ -328,13 +384,20 @@ def clip(rank, world, norm_type, dtype):
 def test_a_norm_counts_each_parameter_once(norm_type, dtype):
     whole = torch.tensor([1.0] * 20 + [2.0] * 20 + [3.0] * 20)
     norm = torch.linalg.vector_norm(whole, norm_type).item()
-    for rank, (norms, grads) in enumerate(run_ranks(clip, 4, norm_type, dtype)):
-        assert norms == pytest.approx([norm, norm], rel=1e-6)
-        assert grads == pytest.approx([1 / norm, (2 + rank % 2) / norm], rel=1e-5)
+    for rank, found in enumerate(run_ranks(clip, 4, norm_type, dtype)):
+        right = norm, 1 / norm, (2 + rank % 2) / norm
+        assert found == [pytest.approx(right, rel=1e-5)] * 2 * len(STAGES)
 
 
 def step_on_nan(rank, world, policy):
-    model = FastDDP(Two(), groups={"own.*": groups_of(rank)[1]}, faults=Faults(nonfinite=policy))
+    """Return what each stage makes of a NaN."""
+    return [nan_at_stage(rank, policy, zero) for zero in STAGES]
+
+
+def nan_at_stage(rank, policy, zero):
+    model = FastDDP(
+        Two(), groups={"own.*": groups_of(rank)[1]}, zero=zero, faults=Faults(nonfinite=policy)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = state(model)
     bad = float("nan") if rank == 3 else 1.0
@@ -352,18 +415,24 @@ def step_on_nan(rank, world, policy):
 
 @pytest.mark.filterwarnings("ignore:the gradient of parameter")
 def test_nan_in_a_group_skips_the_step_of_all_ranks():
-    assert run_ranks(step_on_nan, 4, "skip") == [(True, True)] * 4
+    assert run_ranks(step_on_nan, 4, "skip") == [[(True, True)] * len(STAGES)] * 4
 
 
 def test_nan_in_a_group_is_an_error_on_all_ranks():
-    for parameters, guilty in run_ranks(step_on_nan, 4, "raise"):
-        assert sorted(parameters) == ["own.bias", "own.weight"]
-        assert guilty == [[3], [3]]
+    for found in run_ranks(step_on_nan, 4, "raise"):
+        assert len(found) == len(STAGES)
+        for parameters, guilty in found:
+            assert sorted(parameters) == ["own.bias", "own.weight"]
+            assert guilty == [[3], [3]]
 
 
 def scaled(rank, world):
     """One rank's gradients overflow in its group."""
-    model = FastDDP(Two(), groups={"own.*": groups_of(rank)[1]})
+    return [scaled_at_stage(rank, zero) for zero in STAGES]
+
+
+def scaled_at_stage(rank, zero):
+    model = FastDDP(Two(), groups={"own.*": groups_of(rank)[1]}, zero=zero)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     before, found = state(model), []
@@ -378,18 +447,22 @@ def scaled(rank, world):
 
 
 def test_an_overflow_in_a_group_leaves_out_the_step_of_all_ranks():
-    assert run_ranks(scaled, 4) == [[(0, 2.0), (4, 2.0)]] * 4
+    assert run_ranks(scaled, 4) == [[[(0, 2.0), (4, 2.0)]] * len(STAGES)] * 4
 
 
 def weighed(rank, world):
-    model = FastDDP(Two(), groups={"own.*": Group(groups_of(rank)[1], world)})
-    model.add_weight(rank + 1)
-    model((2.0, 4.0)).backward()
-    return grads_of(model.module)
+    found = []
+    for zero in STAGES:
+        groups = {"own.*": Group(groups_of(rank)[1], world)}
+        model = FastDDP(Two(), groups=groups, zero=zero)
+        model.add_weight(rank + 1)
+        model((2.0, 4.0)).backward()
+        found.append(grads_of(model.module))
+    return found
 
 
 def test_weights_divide_sums_of_experts():
-    assert run_ranks(weighed, 4) == [pytest.approx([8 / 10, 8 / 10])] * 4
+    assert run_ranks(weighed, 4) == [[pytest.approx([8 / 10, 8 / 10])] * len(STAGES)] * 4
 
 
 def ends_early(rank, world):

@@ -186,7 +186,9 @@ def simulated(drawn):
 def with_groups(drawn, seed, world):
     """Give some parameters groups of their own."""
     rng = random.Random(f"groups of {seed}")
-    if drawn.theme in ("hook", "zero") or drawn.wire.form == "hierarchical":
+    if drawn.theme == "hook" or drawn.wire.form == "hierarchical":
+        return drawn
+    if "parameter_wire" in drawn.options:
         return drawn
     if rng.random() < 0.7:
         return drawn
