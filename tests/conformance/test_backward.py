@@ -244,11 +244,13 @@ def test_a_training_step_within_forward_freezes_in_turn(options, stage):
     check(adversaries, stage, options)
 
 
+@pytest.mark.slow(but=("zero0", "zero2", "zero3"))
 @pytest.mark.parametrize("stage", ANNOUNCING)
 def test_a_training_step_within_forward_has_several_backwards(stage):
     check(manual, stage, "several_losses", {})
 
 
+@pytest.mark.slow(but=("zero1", "zero3"))
 @pytest.mark.parametrize("stage", ANNOUNCING)
 def test_a_training_step_within_forward_of_a_static_graph(stage):
     check(manual, stage, "one_loss", {"static_graph": True})

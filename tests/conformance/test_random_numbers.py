@@ -53,6 +53,7 @@ def masks_gradients(wrap, rank):
     return generator(model)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "script", [initialises_after_wrapping, adds_noise_to_parameters, masks_gradients]

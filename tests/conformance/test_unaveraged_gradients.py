@@ -102,6 +102,7 @@ def test_ranks_that_would_train_apart_get_an_error(backward, stage):
     check(steps_on_what_is_there, stage, backward, error=REFUSED)
 
 
+@pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", ["zero0", *SHARDED_STEPS])
 @pytest.mark.parametrize("script", [averages_by_hand, looks_aside], ids=lambda s: s.__name__)
 def test_equal_gradients_are_stepped_on(script, stage):

@@ -350,6 +350,7 @@ def train_in(rank, world, wire):
     return found, formats
 
 
+@pytest.mark.slow("fp16-0.001")
 @pytest.mark.parametrize(("wire", "bound"), [("fp16", 1e-3), ("bf16", 1e-2), ("int8", 2e-2)])
 def test_wires_carry_groups(wire, bound):
     exact = run_ranks(train_in, 4, "fp32")

@@ -256,6 +256,7 @@ def with_codes(rank, world, dtype):
     return kinds, again, set(kept.values())
 
 
+@pytest.mark.slow(but=("dtype2",))
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float8_e4m3fn])
 def test_frozen_parameters_of_dtypes_without_gradients(dtype):
     for rank, (kinds, apart, kept) in enumerate(run_ranks(with_codes, 2, dtype)):

@@ -15,9 +15,9 @@ from tests.fuzz.random_cases.team import FAMILIES, Tally, check_cases
 
 FIXED = 60
 SLOW = 240
-DRAWN = 6
+DRAWN = 3
 SHARD = 60
-UNITS = 4  # fixed cases that are drawn of units
+UNITS = 2  # fixed cases that are drawn of units
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from tests.fuzz.random_faults.schedule import Schedule
 from tests.fuzz.random_faults.team import Tally
 from tests.helpers.scripts import Forked, finish_all
 
-FEW, MANY = 3, 40
+FEW, MANY = 1, 42
 
 
 def check(first, count, at_once=1):

@@ -15,7 +15,7 @@ import pytest
 from tests.sync.test_membership import outcomes_of
 
 FIXED = 12
-DRAWN = 2
+DRAWN = 1
 AT_ONCE = 6
 PLACES = ["forward", "compare", "sum", "sum 2", "vote", "merge"]
 

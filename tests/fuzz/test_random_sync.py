@@ -19,7 +19,7 @@ from tests.helpers.teams import end
 from tests.sync.test_modes import Training, check
 
 FIXED = 60
-DRAWN = 4
+DRAWN = 2
 SHAPES = [(), (1,), (3,), (5, 4), (2, 3, 4), (65,), (17, 16), (200,), (0, 3), (4200,)]
 WIRES = [
     *("fp32", "fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4", TopK(0.05), TopK(0.5)),

@@ -46,6 +46,7 @@ def furthest(rank, world, part, device):
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow("int8-cpu", "zero1-cpu", "zero2-cpu")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("part", PARTS)
 def test_weights_are_ddps(part, device):

@@ -35,7 +35,7 @@ ENDS = {
 }
 
 
-@pytest.mark.slow(but=("in_model", "exits", "sizes"))
+@pytest.mark.slow(but=("in_model", "exits"))
 @pytest.mark.parametrize("how", ENDS)
 def test_all_ranks_end(how):
     code, text = ended(how)
@@ -92,6 +92,7 @@ def alone(code, **changes):
 INIT = "import torch.distributed as d, fastsync.mpi; d.init_process_group('fastsync_mpi'); "
 
 
+@pytest.mark.slow
 def test_without_mpirun_there_is_one_rank():
     found = alone(INIT + "print(d.get_rank(), d.get_world_size()); d.destroy_process_group()")
     assert (found.returncode, found.stdout) == (0, "0 1\n"), found.stderr

@@ -136,7 +136,7 @@ def steps(rank, world, wrapper, watch):
     return watch_of(dist.group.WORLD) is not None, *found
 
 
-@pytest.mark.slow(but=("zero2", "fsdp"))
+@pytest.mark.slow(but=("fsdp",))
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_looking_out_costs_a_step_no_wait_and_no_collective(wrapper):
     watched = run_simulated(steps, 2, wrapper, "1")

@@ -380,7 +380,7 @@ def test_result_is_the_cpus(feature):
     compare(run_simulated(on_both_devices, 2, feature), limit)
 
 
-@pytest.mark.slow(but=("weights", "weights, zero=2", "weights, zero=3"))
+@pytest.mark.slow(but=("weights",))
 @pytest.mark.parametrize("feature", WEIGHTED)
 def test_weighted_results_are_the_cpus(feature):
     compare(run_simulated(on_both_devices, 2, feature), 2e-3)
@@ -456,7 +456,7 @@ GUARDED = {
 }
 
 
-@pytest.mark.slow(but=("zero0", "int8"))
+@pytest.mark.slow(but=("int8",))
 @pytest.mark.parametrize("case", GUARDED)
 def test_nan_in_the_first_backward_of_a_new_plan_skips_the_step(case):
     assert run_simulated(poisoned_after_a_change_of_plan, 2, GUARDED[case]) == [True, True]
@@ -575,6 +575,7 @@ def cleared(rank, world, zero):
     return back
 
 
+@pytest.mark.slow("1")
 @pytest.mark.parametrize("zero", [1, 2])
 def test_gradients_that_are_cleared_after_a_backward_has_raised(zero):
     assert run_simulated(cleared, 2, zero) == [0, 0]

@@ -14,7 +14,7 @@ from tests.fuzz.random_cases.team import naming_the_case, run_case, seat_on, wor
 from tests.simulated.ranks import run_simulated
 
 DEVICE = "sim"
-DRAWN = 4
+DRAWN = 2
 FIXED = 280  # of which more than 200 have two ranks
 SHARD = 56
 

@@ -167,7 +167,6 @@ def of(rank, world, case):
 @pytest.mark.slow(
     but=(
         "zero0",
-        "zero2",
         "fully_shard",
         "int8",
         "clipping, zero=2",
@@ -195,7 +194,7 @@ def guarded(rank, world, options):
     return waits_of_steps(rank, world, fast(nonfinite="skip", **options), plain)
 
 
-@pytest.mark.slow(but=("2-zero1", "2-int8"))
+@pytest.mark.slow(but=("2-int8",))
 @pytest.mark.parametrize("case", GUARDED)
 @pytest.mark.parametrize("world", [1, 2])
 def test_nonfinite_asks_once_in_the_step(world, case):

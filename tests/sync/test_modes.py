@@ -178,7 +178,7 @@ HYBRID_CASES = [("one-part", 0)] + [
 ]
 
 
-@pytest.mark.slow(but=("streaming-int4-0", "delayed-1", "streaming-int4-2"))
+@pytest.mark.slow(but=("streaming-int4-0", "delayed-1"))
 @pytest.mark.parametrize(("name", "zero"), HYBRID_CASES)
 def test_parts_average_gradients_within_and_parameters_between(name, zero):
     check(4, Training(HYBRID[name], "adamw", saves=[5], zero=zero))

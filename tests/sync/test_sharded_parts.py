@@ -84,7 +84,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(but=("local-2-NAdam-memory", "streaming-1-AdamW-group"))
+@pytest.mark.slow(but=("local-2-NAdam-memory",))
 @pytest.mark.parametrize(("mode", "zero", "optimizer", "through"), CASES)
 def test_a_script_trains_and_saves_as_without_zero(mode, zero, optimizer, through):
     for found in run_ranks(scripts, 4, WITHIN[mode], zero, optimizer, through):
@@ -109,6 +109,7 @@ def held(rank, world, zero):
     return nbytes, norms
 
 
+@pytest.mark.slow("1")
 @pytest.mark.parametrize("zero", [1, 2])
 def test_each_rank_of_a_part_holds_half_the_state(zero):
     whole, shares = run_ranks(held, 4, 0), run_ranks(held, 4, zero)
@@ -209,6 +210,7 @@ def alone(rank, world, through):
     return text
 
 
+@pytest.mark.slow("memory")
 @pytest.mark.parametrize("through", ["memory", "group"])
 def test_errors_number_ranks_as_the_model_does(through):
     text = testing.run_ranks(alone, 4, through)[VICTIM]

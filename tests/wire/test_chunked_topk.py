@@ -85,6 +85,7 @@ def one_step(rank, world, density):
     return list(map(torch.equal, found, wanted)), max(g.count_nonzero().item() for g in found)
 
 
+@pytest.mark.slow("3")
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_step_is_the_sum_of_what_the_twin_keeps_of_each_rank(world):
     for same, most in run_ranks(one_step, world, 0.05):

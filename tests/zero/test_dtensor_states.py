@@ -186,6 +186,7 @@ def looked_at(rank, world, stage):
     return values, go_on(model, optimizer)
 
 
+@pytest.mark.slow("2")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_states_are_read_and_written_as_at_stage_0(stage):
     is_as_at_stage_0(looked_at, stage)
@@ -211,6 +212,7 @@ def of_one_process(rank, world, stage):
     ]
 
 
+@pytest.mark.slow("1")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_whole_tensors_are_loaded_too(stage):
     for pairs in run_ranks(of_one_process, 4, stage):
@@ -305,6 +307,7 @@ def narrow(rank, world, path, options):
     return found
 
 
+@pytest.mark.slow("int8")
 @pytest.mark.parametrize(
     "options",
     [

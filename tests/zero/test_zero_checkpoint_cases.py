@@ -151,6 +151,7 @@ def beside_the_wire(rank, world, wire, path):
     return trainings
 
 
+@pytest.mark.slow("topk")
 @pytest.mark.parametrize("wire", ["int4", "topk"])
 def test_beside_error_feedback(wire, tmp_path):
     for wanted, found in run_ranks(beside_the_wire, 2, wire, str(tmp_path)):

@@ -261,6 +261,7 @@ def weighed(rank, world, stage):
     return [whole(param).detach() for param in model.module.parameters()]
 
 
+@pytest.mark.slow("1")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_weighted_means_are_those_of_stage_0(stage):
     is_as_at_stage_0(weighed, stage)
