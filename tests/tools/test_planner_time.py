@@ -3,13 +3,14 @@
 import math
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 from torch import nn
 
 from bench.models import WORKLOADS
-from docs.planner_peaks import CAP_MB, Case, measured, planned, traced
+from docs.planner_peaks import CAP_MB, Case, measured, planned
 from examples.common.ranks import Group
 from examples.common.training import make_lane
 from examples.common.variants import Variant, fast_ddp
@@ -314,22 +315,34 @@ def test_a_search_ends_where_memory_does_not_grow():
 
 
 SETTLED = 4  # steps, after which plans are those of measured orders
+SCALE = 0.1  # of the model and of its buckets
 
 
-def job(strategy, name="transformer"):
-    record, link, device = traced(name), Link(1e9, 1e-4, "net"), device_named("cpu")
-    buckets = BucketPolicy.from_mb(CAP_MB)
+def workload():
+    return WORKLOADS["transformer"](scale=SCALE)
+
+
+@cache
+def traced_workload():
+    made = workload()
+    shape = tuple(made.batch(0, 0).shape)
+    return trace_model(made.build, shape, loss=lambda output, _: made.loss(output))
+
+
+def job(strategy):
+    record, link, device = traced_workload(), Link(1e9, 1e-4, "net"), device_named("cpu")
+    buckets = BucketPolicy.from_mb(SCALE * CAP_MB)
     plan, _ = engine_plan(record, strategy, carrier=Carrier.MESSAGES, buckets=buckets)
     cluster = Cluster(strategy.world, 1, link, link, "gloo")
     return job_of(record, strategy, plan, from_record(record, device, 0.0), cluster, device)
 
 
-def bytes_of_a_step(rank, world, name, stage, wire):
+def bytes_of_a_step(rank, world, stage, wire):
     torch.set_num_threads(1)
-    sized = {"bucket_cap_mb": CAP_MB} if stage < 3 else {}
+    sized = {"bucket_cap_mb": SCALE * CAP_MB} if stage < 3 else {}
     variant = Variant("run", fast_ddp(zero=stage, wire=wire, shared_memory=False, **sized))
     group = Group(rank, world, torch.device("cpu"))
-    lane, counts = make_lane(WORKLOADS[name](), variant, group, "adamw"), []
+    lane, counts = make_lane(workload(), variant, group, "adamw"), []
     for _ in range(SETTLED):
         lane.step()
         counts.append(lane.model.sync_stats().sent_bytes)
@@ -341,7 +354,7 @@ def bytes_of_a_step(rank, world, name, stage, wire):
 @pytest.mark.parametrize("wire", ["int8", "bf16"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_send_what_is_planned(stage, wire, world):
-    sent = run_ranks(bytes_of_a_step, world, "transformer", stage, wire, timeout=240.0)
+    sent = run_ranks(bytes_of_a_step, world, stage, wire, timeout=240.0)
     assert max(sent) == pytest.approx(job(Strategy(stage, world, world, wire=wire)).sent, rel=0.01)
 
 
@@ -352,7 +365,7 @@ def test_every_reduction_is_coded(stage):
 
 
 def test_a_rank_alone_codes_nothing():
-    record = traced("transformer")
+    record = traced_workload()
     assert coded_units(record, Strategy(3, 2, 2, wire="int8"))
     assert not coded_units(record, Strategy(3, 1, 1, wire="int8"))
 
