@@ -13,7 +13,7 @@ STAMP := $(VENV)/.setup-torch-$(TORCH)
 COMPILER := $(or $(filter-out default,$(if $(filter-out default,$(origin CXX)),$(CXX))),c++)
 WITH_NINJA := PATH="$(abspath $(BIN)):$$PATH"
 IN_CHECKOUT := $(WITH_NINJA) PYTHONPATH=. $(BIN)/python
-TWO_FILES := -n 2 --dist loadfile
+AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder
 PYTHON_CODE := $(wildcard fastsync bench examples tests setup.py)
 CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
@@ -60,12 +60,12 @@ demo: $(STAMP) ## train a small GPT on two ranks, next to torch's DDP (ARGS=--qu
 	@$(IN_CHECKOUT) examples/demo.py $(ARGS)
 
 test: extension ## run the tests of every feature
-	@echo "running the tests of every feature, two files at once; make test-all runs all cases"
-	$(IN_CHECKOUT) -m pytest $(TWO_FILES) $(ARGS)
+	@echo "running the tests of every feature, three files at once; make test-all runs all cases"
+	$(IN_CHECKOUT) -m pytest $(AT_ONCE) $(ARGS)
 
 test-all: extension ## run all cases too (ARGS='-m slow': what make test leaves out)
-	@echo "running all tests, two files at once"
-	$(IN_CHECKOUT) -m pytest -m '' $(TWO_FILES) $(ARGS)
+	@echo "running all tests, three files at once"
+	$(IN_CHECKOUT) -m pytest -m '' $(AT_ONCE) $(ARGS)
 
 torch-suite: $(STAMP) ## run torch's own DDP tests against FastDDP (ARGS='--only join')
 	$(IN_CHECKOUT) -m tests.conformance.torch_suite $(ARGS)

@@ -3,16 +3,40 @@
 `@pytest.mark.slow` leaves a test to `make test-all`; `slow("a", "b")` those of its cases alone,
 `slow(but=("a", "b"))` all cases but those, and `slow(turns="stage")` all but one stage for each
 combination of the other parameters, which take stages in turns. `--part 2/3` runs the second third
-of the files.
+of the files. Files begin with those that take longest, so that none is begun last and waited for.
 """
 
 import operator
 import signal
 import zlib
+from collections import Counter
 
 import pytest
 
 from tests.helpers import teams
+
+# Files whose few tests take long, the longest first.
+LONG = (
+    "test_simulated_features.py",
+    "test_mpi_training.py",
+    "test_random.py",
+    "test_simulated_faults.py",
+    "test_mpi_launch.py",
+    "test_fsdp_compile.py",
+    "test_dtensor_states.py",
+    "test_random_faults.py",
+    "test_zero_dtensors.py",
+    "test_random_sync.py",
+    "test_random_membership.py",
+    "test_zero_models.py",
+    "test_elastic_zero.py",
+    "test_mpi_errors.py",
+    "test_preemption.py",
+    "test_dispatched_ops.py",
+    "test_lost_store.py",
+    "test_cut_link.py",
+    "test_zero_page.py",
+)
 
 
 def pytest_addoption(parser):
@@ -48,6 +72,12 @@ def pytest_collection_modifyitems(config, items):
     if not 1 <= part <= parts:
         raise pytest.UsageError("--part is K/N, with K from 1 to N, such as 2/3")
     items[:] = [i for i in items if zlib.crc32(i.path.name.encode()) % parts == part - 1]
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: (_place_in_line(item), -counts[item.path], str(item.path)))
+
+
+def _place_in_line(item):
+    return LONG.index(item.path.name) if item.path.name in LONG else len(LONG)
 
 
 def _has_its_turn(item, name):
