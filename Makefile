@@ -14,6 +14,8 @@ COMPILER := $(or $(filter-out default,$(if $(filter-out default,$(origin CXX)),$
 WITH_NINJA := PATH="$(abspath $(BIN)):$$PATH"
 IN_CHECKOUT := $(WITH_NINJA) PYTHONPATH=. $(BIN)/python
 AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder
+# Each process would compile the tests again where no bytecode is kept.
+TESTS := PYTHONDONTWRITEBYTECODE= $(IN_CHECKOUT) -m pytest
 PYTHON_CODE := $(wildcard fastsync bench examples tests setup.py)
 CPP_CODE = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
@@ -61,11 +63,11 @@ demo: $(STAMP) ## train a small GPT on two ranks, next to torch's DDP (ARGS=--qu
 
 test: extension ## run the tests of every feature
 	@echo "running the tests of every feature, three files at once; make test-all runs all cases"
-	$(IN_CHECKOUT) -m pytest $(AT_ONCE) $(ARGS)
+	$(TESTS) $(AT_ONCE) $(ARGS)
 
 test-all: extension ## run all cases too (ARGS='-m slow': what make test leaves out)
 	@echo "running all tests, three files at once"
-	$(IN_CHECKOUT) -m pytest -m '' $(AT_ONCE) $(ARGS)
+	$(TESTS) -m '' $(AT_ONCE) $(ARGS)
 
 torch-suite: $(STAMP) ## run torch's own DDP tests against FastDDP (ARGS='--only join')
 	$(IN_CHECKOUT) -m tests.conformance.torch_suite $(ARGS)
