@@ -46,7 +46,7 @@ training_libraries() {
     fi
     touch "$venv/.complete"
   fi
-  timeout 900 "$venv/bin/python" -m pytest tests/conformance/test_ecosystem.py
+  timeout 900 "$venv/bin/python" -m pytest tests/conformance/test_ecosystem.py tests/tools/test_peers.py
 }
 
 install_tools() {

@@ -4,7 +4,8 @@
 
 Two nodes of two ranks each train in each mode of `sync=`, in turn. A burst is one sync round, from
 a moment with nothing on its way to the next such moment; a step is its mean, on the slowest rank.
-Where gradients are averaged at every step, a burst has two steps. The model computes by waiting:
+Where gradients are averaged at every step, a burst has two steps. Local SGD of accelerate and
+torchft is beside ours where they are installed. The model computes by waiting:
 16 ns a step for each parameter, as a GPU of 200 TFLOP/s takes for half a million tokens. Bytes
 and peaks are counted by the interface. A peak is the most that leaves a node in a tenth of a
 second.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from statistics import median
 from typing import Any
@@ -22,13 +24,14 @@ import torch.distributed as dist
 
 from bench.measure import benchmark as b
 from bench.measure.netns import Link, LinkName, PeakMeter
+from bench.measure.peers import Attach, peers
 from bench.models.paced import paced
 from examples.common.ranks import Group, argument, whole
 from examples.common.rounds import in_turn, over, slowest
 from examples.common.text import Progress, Spread
 from examples.common.training import Lane, make_lanes
 from examples.common.variants import Variant, Wrap, ddp, fast_ddp
-from fastsync import ChunkedTopK, DiLoCo, TopK
+from fastsync import ChunkedTopK, DiLoCo, LocalSGD, TopK
 
 ALONE, REFERENCE, STREAMED = "no synchronisation", "every step", ", streamed"
 REFERENCE_STEPS = 2
@@ -47,6 +50,9 @@ def ways(every: int, per_node: int) -> Mapping[str, Wrap]:
     nodes: dict[str, Any] = {"wire": "int4", "within": per_node}
     mode = partial(DiLoCo, every)
     modes = {
+        f"LocalSGD({every})": LocalSGD(every),
+        f"DiLoCo({every})": mode(),
+        f"DiLoCo({every}{STREAMED})": mode(**stream),
         f"DiLoCo({every}, int4)": mode(wire="int4"),
         f"DiLoCo({every}, int4{STREAMED})": mode(wire="int4", **stream),
         f"DiLoCo({every}, int4, within={per_node})": mode(**nodes),
@@ -68,11 +74,24 @@ def burst(lane: Lane, steps: int, group: Group, link: Link) -> list[float]:
     return [seconds / steps, (link.sent_bytes() - before) / steps, meter.most]
 
 
-def measure(args: argparse.Namespace, group: Group, link: Link) -> dict[str, list[list[float]]]:
+def measure(
+    args: argparse.Namespace, others: Mapping[str, Attach], group: Group, link: Link
+) -> dict[str, list[list[float]]]:
     """Return the bursts of each way, in turn, as `burst` does."""
     model = paced(args.scale, SECONDS * ELEMENTS * args.scale)
-    variants = [Variant(name, wrap) for name, wrap in ways(args.every, args.per_node).items()]
-    lanes = make_lanes(model, variants, group, "sgd")
+    wraps = ways(args.every, args.per_node)
+    wraps = {**wraps, **dict.fromkeys(others, wraps[ALONE])}
+    lanes = make_lanes(model, [Variant(*way) for way in wraps.items()], group, "sgd")
+    with ExitStack() as opened:
+        for name, attach in others.items():
+            attach(lanes[name], group, opened)
+        return measure_lanes(lanes, args, group, link)
+
+
+def measure_lanes(
+    lanes: Mapping[str, Lane], args: argparse.Namespace, group: Group, link: Link
+) -> dict[str, list[list[float]]]:
+    """Return the bursts of each lane, in turn."""
     for lane in lanes.values():
         # From here on a burst of `every` steps merges all that it sends.
         lane.steps(OVERLAP)
@@ -99,7 +118,10 @@ def measure(args: argparse.Namespace, group: Group, link: Link) -> dict[str, lis
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """Return steps beside those of ranks that never synchronise, bytes, and peaks."""
-    found = measure(args, group, Link.here(group.world))
+    others, missing = peers(args.every, OVERLAP, STREAMED)
+    if group.is_main:
+        print("\n".join(missing))
+    found = measure(args, others, group, Link.here(group.world))
     columns = {name: list(zip(*rows, strict=True)) for name, rows in found.items()}
     alone, whole_sent = columns[ALONE][0], median(columns[REFERENCE][1])
     rows = []

@@ -272,7 +272,7 @@ MEASURING_MODULES = {
     "bench.commands": [["curves", "zero"], ["charged", "modes"]],
     "bench.gpu": [["guard", "mps", "stages"], ["all"]],
     "bench.measure": [
-        ["gpu", "netns", "transfers"],
+        ["gpu", "netns", "peers", "transfers"],
         ["bare", "codecs", "jobs"],
         ["benchmark"],
     ],

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -97,6 +98,7 @@ def test_a_copied_example_runs(alone, name):
 
 def run_rank(rank, world, name, arguments):
     """Run one rank of a command."""
+    os.environ.update(WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")  # read by accelerate
     benchmark = command.module_of(name).main
     group = Group(rank, world, torch.device("cpu"))
     assert benchmark.on_rank(benchmark.parser().parse_args(arguments), group) == 0
