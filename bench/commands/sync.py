@@ -17,6 +17,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
+from importlib.metadata import version
 from statistics import median
 from typing import Any
 
@@ -134,8 +135,10 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         rows.append([f"`{name}`", *cells, f"{median(peak) / PeakMeter.WINDOW / 1e6:.2f}", less])
     headers = ["mode", "step ms", "of none", "kB sent a step", "of every step"]
     headers += ["peak MB/s", "of all at once"]
+    libraries = dict.fromkeys(name.partition(".")[0] for name in others)
+    versions = "".join(f", {library} {version(library)}" for library in libraries)
     title = (
         f"{group.world} ranks in {group.world // args.per_node} nodes over {args.link.name}, "
-        f"{ELEMENTS * args.scale / 1e6:.1f} M parameters; {b.MARGIN}"
+        f"{ELEMENTS * args.scale / 1e6:.1f} M parameters{versions}; {b.MARGIN}"
     )
     yield b.table(title, headers, rows)

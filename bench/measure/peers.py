@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ def peers(every: int, settled: int, streamed: str) -> tuple[dict[str, Attach], l
     for (library, mode), attach in ways.items():
         try:
             import_module(f"{library}.local_sgd")
-            found[f"{mode} of {library} {metadata.version(library)}"] = attach
+            found[f"{library}.{mode}"] = attach
         except ImportError as error:
             missing[library] = f"left out {library}: {error}; pip install {library}"
     return found, list(missing.values())

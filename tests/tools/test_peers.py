@@ -27,8 +27,7 @@ def train_beside(rank, world, library, mode):
     a library are from ours."""
     os.environ.update(WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
     group = Group(rank, world, torch.device("cpu"))
-    found, _ = peers(EVERY, 0, ", streamed")
-    attach = next(found[name] for name in found if name.startswith(f"{mode}({EVERY}) of {library}"))
+    attach = peers(EVERY, 0, ", streamed")[0][f"{library}.{mode}({EVERY})"]
     wraps = {"theirs": lambda module, device: module, "ours": fast_ddp(sync=OURS[mode])}
     lanes = make_lanes(paced(0.001, 0.0), [Variant(*way) for way in wraps.items()], group, "sgd")
     with ExitStack() as opened:
