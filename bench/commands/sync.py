@@ -120,7 +120,7 @@ def measure_lanes(
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """Return steps beside those of ranks that never synchronise, bytes, and peaks."""
     others, missing = peers(args.every, OVERLAP, STREAMED)
-    if group.is_main:
+    if group.is_main and missing:
         print("\n".join(missing))
     found = measure(args, others, group, Link.here(group.world))
     columns = {name: list(zip(*rows, strict=True)) for name, rows in found.items()}
