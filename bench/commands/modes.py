@@ -2,10 +2,10 @@
 
     python -m bench modes --ranks 4 --json out/modes.json
 
-The byte-level GPT of `bench curves` is trained from the same weights on the same batches, in each
-mode of `sync=`, several times with other batches. The loss that counts is that of held-out data
-after the last step, once all ranks have averaged. `SparseLoCo` is DiLoCo with an outer learning
-rate of 1 and error feedback in place of outer momentum.
+The models of `bench curves` are trained from the same weights on the same batches, in each mode of
+`sync=`, several times with other batches. The loss that counts is that of held-out data after the
+last step, once all ranks have averaged. `calm` has an outer momentum of 0.5, and `SparseLoCo` is
+DiLoCo with an outer learning rate of 1 and error feedback in place of outer momentum.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from statistics import mean
 from typing import Any
 
-from bench.commands.curves import Curve, Task, gpt_task, train
+from bench.commands.curves import TASKS, Curve, Task, train
 from bench.measure import benchmark as b
 from examples.common.ranks import Group, argument, whole
-from fastsync import ChunkedTopK, Delayed, DiLoCo, LocalSGD, TopK, Wire
+from fastsync import ChunkedTopK, Delayed, DiLoCo, LocalSGD, Wire
 
 REFERENCE = "every step"
-STEPS, SEEDS = 256, 2
+STEPS, SEEDS = 256, 3
 SEED_STEPS = 100_000  # between the batches of two trainings
+CALM = partial(DiLoCo, outer_momentum=0.5)
 
 MODES: Mapping[str, dict[str, Any]] = {
     REFERENCE: {"wire": Wire(shared_memory=False)},
@@ -31,12 +34,11 @@ MODES: Mapping[str, dict[str, Any]] = {
     "LocalSGD(32)": {"sync": LocalSGD(32)},
     "Delayed(1)": {"sync": Delayed(1)},
     "DiLoCo(32)": {"sync": DiLoCo(32)},
-    "DiLoCo(32, int4)": {"sync": DiLoCo(32, wire="int4")},
-    "DiLoCo(32, topk 1/32)": {"sync": DiLoCo(32, wire=TopK(1 / 32))},
-    "DiLoCo(32, chunked topk 1/32)": {"sync": DiLoCo(32, wire=ChunkedTopK(1 / 32))},
-    "SparseLoCo(32, 1/32)": {"sync": DiLoCo(32, 1.0, 0.0, wire=ChunkedTopK(1 / 32))},
-    "DiLoCo(32, int4, streamed)": {"sync": DiLoCo(32, fragments=4, overlap=2, wire="int4")},
-    "DiLoCo(64)": {"sync": DiLoCo(64)},
+    "DiLoCo(30) calm": {"sync": CALM(30)},
+    "DiLoCo(64) calm": {"sync": CALM(64)},
+    "DiLoCo(32) calm int4": {"sync": CALM(32, wire="int4")},
+    "DiLoCo(32) calm int4 streamed": {"sync": CALM(32, fragments=4, overlap=2, wire="int4")},
+    "SparseLoCo(32)": {"sync": DiLoCo(32, 1.0, 0.0, wire=ChunkedTopK(1 / 32))},
 }
 
 
@@ -46,28 +48,36 @@ def with_seed(task: Task, seed: int) -> Task:
 
 
 @b.benchmark(
+    argument("--tasks", "to learn", "all", type=b.names("task", TASKS)),
+    argument("--modes", "to train in", "all", type=b.names("mode", MODES)),
     argument("--steps", "of every training; far fewer say little", STEPS, type=whole),
     argument("--seeds", "trainings in each mode", SEEDS, type=whole),
     b.RANKS,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
-    """Return the final losses beside those of every step, and the bytes that a rank sends."""
-    task, found = gpt_task(), dict[str, list[Curve]]()
-    for name, options in MODES.items():
-        for seed in range(args.seeds):
-            curve = train(with_seed(task, seed), options, args.steps, group)
-            found.setdefault(name, []).append(curve)
+    """Return how far losses are above those of every step, and the bytes that a rank sends."""
+    modes = dict.fromkeys((REFERENCE, *args.modes))
+    found = {task: {mode: list[Curve]() for mode in modes} for task in args.tasks}
+    for task, curves in found.items():
+        for mode, seed in product(modes, range(args.seeds)):
+            curve = train(with_seed(TASKS[task](), seed), MODES[mode], args.steps, group)
+            curves[mode].append(curve)
             if group.is_main:
-                print(f"{name}: loss {curve.final:.4f} after {args.steps} steps", flush=True)
-    reference, rows = found[REFERENCE], []
-    for name, curves in found.items():
-        above = [curve.excess(its) for curve, its in zip(curves, reference, strict=True)]
-        sent = mean(curve.sent for curve in curves) / args.steps
-        fewer = reference[0].sent / args.steps / sent
-        cells = [f"{mean(c.final for c in curves):.4f}", f"{mean(above):+.2%}"]
-        cells += [f"{min(above):+.2%} to {max(above):+.2%}", f"{sent / 1e3:,.1f}", f"1/{fewer:.0f}"]
-        rows.append([f"`{name}`", *cells])
-    headers = ["mode", "loss", "against every step", "by seed", "kB sent a step", "of every step"]
-    lines = {"gpt": {name: list(curves[0].points) for name, curves in found.items()}}
+                print(f"{task} in {mode}: loss {curve.final:.4f}", flush=True)
+    rows = []
+    for mode in modes:
+        cells = [f"`{mode}`"]
+        for curves in found.values():
+            pairs = zip(curves[mode], curves[REFERENCE], strict=True)
+            above = [curve.excess(its) for curve, its in pairs]
+            cells.append(f"{mean(above):+.2%} ({min(above):+.2%} to {max(above):+.2%})")
+        sent = [curves[name][0].sent for curves in found.values() for name in (mode, REFERENCE)]
+        rows.append([*cells, f"{sent[0] / args.steps / 1e3:,.1f}", f"1/{sent[1] / sent[0]:.0f}"])
+    headers = ["mode", *(f"{task}: above every step (by seed)" for task in found)]
+    headers += [f"kB sent a step, {args.tasks[0]}", "of every step"]
+    lines = {
+        task: {mode: list(its[0].points) for mode, its in curves.items()}
+        for task, curves in found.items()
+    }
     title = f"loss of held-out data after {args.steps} steps on {group.world} ranks"
     yield b.table(title, headers, rows, lines=lines)

@@ -42,7 +42,7 @@ ON_RANKS = {
     "allreduce": ("--sizes", "0.01,0.5", "--rounds", "2"),
     "buckets": ("--models", "wide", *TINY, "--sizes", "0.1,1", *ROUND),
     "memory": ("--models", "wide", *TINY, *SOME),
-    "modes": ("--steps", "2", "--seeds", "1"),
+    "modes": ("--steps", "2", "--seeds", "1", "--tasks", "gpt"),
     "mpi": ("--models", "small", *TINY, *ROUND),
     "ops": (*TINY, *SOME),
     "overlap": ("--links", "loopback", "--backward", "1,2", *TINY, *ROUND),
