@@ -1,6 +1,6 @@
 """All benchmarks, one after the other, into bench/results; then the documents are renewed.
 
-    python -m bench all                      # a good half hour on two cores
+    python -m bench all                      # a good hour on two cores
     python -m bench all --only links,overlap
     python -m bench all --list
 
@@ -55,7 +55,7 @@ _EVERY = (
     Part("parity", 150, f"parity --steps 50 {MODELS}"),
     Part("accuracy", 20, "accuracy"),
     Part("curves", 260, "curves"),
-    Part("modes", 300, "modes"),
+    Part("modes", 400, "modes --tasks gpt"),
     Part("kernels", 170, "kernels --rounds 7"),
     Part("scale", 50, "scale"),
     Part("step", 200, f"step {MODELS} --wrappers all,fastsync_group --rounds 9 --seconds 30"),
@@ -72,7 +72,7 @@ _EVERY = (
     Part("links-slow", 90, "links --links 100mbit --seconds 60", True),
     Part("links-four", 170, "links --links 1gbit --ranks 4 --seconds 60", True),
     Part("links-nodes", 60, f"links --links 1gbit --ranks 4 {NODES} --seconds 30", True),
-    Part("sync", 400, "sync", True),
+    Part("sync", 750, "sync --rounds 6", True),
     Part("overlap", 226, "overlap --links 1gbit,10gbit,loopback --seconds 10", True),
 )
 PARTS = {part.name: part for part in _EVERY}
