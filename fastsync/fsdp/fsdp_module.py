@@ -142,9 +142,7 @@ def weights_of(root: nn.Module) -> MeanWeights:
             )
         name = zlib.crc32(",".join(name for name, _ in root.named_parameters()).encode())
         averages = weakly(context.averages)
-        context.weights = MeanWeights(
-            group, str(name), places[0].device, averages, lambda index: True
-        )
+        context.weights = MeanWeights(group, str(name), places[0].device, averages, lambda index: 0)
     return context.weights
 
 

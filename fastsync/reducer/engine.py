@@ -149,6 +149,11 @@ class Engine:
         routes.use_group(its.process_group, self.policy)
         return routes
 
+    def _ranks_of(self, param: NamedParam) -> int:
+        """Return how many ranks average a parameter."""
+        number = self._group_of.get(param.name, 0)
+        return len(self.policy.groups[number - 1].ranks) if number else self._group.size()
+
     @property
     def params(self) -> Sequence[NamedParam]:
         """Return every parameter, in the order that indices refer to."""
@@ -278,11 +283,16 @@ class Engine:
         averages: Callable[[], Sequence[torch.Tensor | None]],
         apart: Callable[[int], bool],
     ) -> MeanWeights:
-        """Return what weights are given to; from now on they scale the gradients. See
-        `MeanWeights`.
+        """Return what weights are given to; from now on they scale the gradients.
+
+        Args:
+            averages: as of `MeanWeights`.
+            apart: whether autograd adds to something else than the average of a parameter.
         """
+        ranks = [self._ranks_of(param) for param in self._params]
         device = self._params[0].tensor.device
-        weights = MeanWeights(self._group, str(self._identity()), device, averages, apart)
+        copies = partial(_copies, apart, ranks)
+        weights = MeanWeights(self._group, str(self._identity()), device, averages, copies)
         begin = partial(weakly(self._begin_weighted), weights)
         self._watch_backwards(begin, partial(weakly(self._start_weighted), weights), weights.scale)
         self.weights = weights
@@ -569,3 +579,7 @@ class Engine:
         agreed = agree_on_plan(mine, self._group, self._params[0].tensor.device)
         self.network = agreed.network
         return list(agreed.trained), list(agreed.order)
+
+
+def _copies(apart: Callable[[int], bool], ranks: Sequence[int], index: int) -> int:
+    return 0 if apart(index) else ranks[index]

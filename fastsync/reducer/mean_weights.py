@@ -147,7 +147,8 @@ class MeanWeights:
         name: the model; no other has the same.
         device: of the gradients.
         averages: returns the gradient of each parameter, or what this rank keeps of it.
-        apart: whether autograd does not add to that.
+        copies: by parameter, how many ranks have that and let autograd add to it; 0: autograd adds
+            to something else.
 
     Attributes:
         group, device: as given.
@@ -164,10 +165,10 @@ class MeanWeights:
         name: str,
         device: torch.device,
         averages: Callable[[], Sequence[torch.Tensor | None]],
-        apart: Callable[[int], bool],
+        copies: Callable[[int], int],
     ) -> None:
         self.group, self._rank, self._world = group, group.rank(), group.size()
-        self.device, self._averages, self._apart = device, averages, apart
+        self.device, self._averages, self._copies = device, averages, copies
         self.backwards, self.waited = 0, 0.0
         self.divides: SharedBatches | None = None
         self._rendezvous = make_rendezvous(group, f"weights-{name}", Env.read().agree_timeout)
@@ -252,10 +253,11 @@ class MeanWeights:
             assert last.weight is not None
             self._earlier = last.weight
             for index, average in kept:
-                if self._apart(index):
+                copies = self._copies(index)
+                if copies == 0:
                     self._later.append(average)
                 else:
-                    average.mul_(last.weight / self._world)
+                    average.mul_(last.weight / copies)
                     parts.append(index)
         return parts
 
