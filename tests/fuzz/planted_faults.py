@@ -63,7 +63,7 @@ FAULTS = [
     Fault(
         "earlier-mean-counted-by-every-rank",
         WEIGHTS,
-        "average.mul_(last.weight / self._world)",
+        "average.mul_(last.weight / copies)",
         "average.mul_(last.weight)",
         f"{MEANS}::test_gradients_are_those_of_one_process[even-every-0]",
     ),
