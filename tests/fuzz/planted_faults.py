@@ -107,7 +107,7 @@ FAULTS = [
         "csrc/reducer/reducer.cpp",
         "params_.at(i)->used = true;",
         "(void)i;",
-        f"{MEANS}::test_parameters_without_use_stay_in_the_mean[2-True]",
+        f"{MEANS}::test_parameters_without_use_stay_in_the_mean[2-False]",
     ),
     Fault(
         "weights-on-a-device-ignored",
