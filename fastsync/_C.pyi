@@ -395,7 +395,7 @@ class Reducer:
     def use_weights(
         self,
         begin_backward: Callable[[bool], list[int]] | None,
-        start: Callable[[int], object] | None,
+        start: Callable[[int], list[int]] | None,
         scale: Callable[[], float | torch.Tensor] | None,
     ) -> None: ...
     def set_hook(self, state: object, hook: Callable[..., object], flags_group: str) -> None: ...

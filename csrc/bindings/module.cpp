@@ -219,7 +219,7 @@ void use_memory(engine::Reducer& reducer, const std::shared_ptr<comm::SharedMemo
 
 // Called in backwards, without the GIL.
 void use_weights(engine::Reducer& reducer, std::function<std::vector<size_t>(bool)> begin_backward,
-                 std::function<void(int64_t)> start,
+                 std::function<std::vector<size_t>(int64_t)> start,
                  std::function<std::variant<double, at::Tensor>()> scale) {
   const py::gil_scoped_release release;
   reducer.use_weights({std::move(begin_backward), std::move(start), std::move(scale)});

@@ -280,7 +280,9 @@ void Reducer::open_step() {
   forget_own();
   counts_.clear();
   log_.begin_backward();
-  if (weighing_.start) weighing_.start(backwards_);
+  if (weighing_.start) {
+    for (const size_t i : weighing_.start(backwards_)) params_.at(i)->used = true;
+  }
   for (const auto& ranks : {routes_.memory, routes_.shards}) {
     if (ranks) ranks->begin_step(stats_.steps + 1);
   }

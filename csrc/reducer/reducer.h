@@ -94,8 +94,8 @@ struct Weighing {
   // have, since the last synchronised step. Returns the parameters whose gradients hold the last
   // mean: these count as used, since a part of it is left to each rank.
   std::function<std::vector<size_t>(bool)> begin_backward;
-  // A synchronised step begins, with so many backwards since the last one.
-  std::function<void(int64_t)> start;
+  // A synchronised step begins, with so many backwards since the last one. Returns likewise.
+  std::function<std::vector<size_t>(int64_t)> start;
   // Returns the factor of the step's gradients. May wait for other ranks.
   std::function<std::variant<double, at::Tensor>()> scale;
 };

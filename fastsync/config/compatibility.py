@@ -78,10 +78,6 @@ def _divisors_differ(setup: Setup) -> bool:
     return any(group.divisor != group.all_ranks for group in setup.policy.groups)
 
 
-def _has_divisors(setup: Setup) -> bool:
-    return not all(group.is_mean for group in setup.policy.groups)
-
-
 def _sends_while_steps_run(setup: Setup) -> bool:
     mode = setup.policy.sync
     return isinstance(mode, Delayed) or (isinstance(mode, DiLoCo) and mode.overlap > 0)
@@ -117,7 +113,6 @@ FEATURES: Mapping[str, Callable[[Setup], str]] = {
         "find_unused_parameters=False" if s.policy.fail_on_unused else ""
     ),
     "groups": lambda s: "groups" if s.policy.groups else "",
-    "groups with divisors": lambda s: "groups with divisors" if _has_divisors(s) else "",
     "groups of other divisors": lambda s: "groups" if _divisors_differ(s) else "",
     "hierarchical wire": lambda s: _wire(s, s.policy.wire.form == "hierarchical"),
     "join": lambda s: "join()" if s.join else "",
@@ -270,12 +265,6 @@ ROWS = (
         "use zero=2, or fully_shard",
     ),
     Row("groups", "zero with masters", "steps on parameters of a group are not shared"),
-    Row(
-        "groups with divisors",
-        "zero=2 or 3",
-        "each further backward would divide the mean again",
-        "use zero=1",
-    ),
     *(
         Row("DTensors", feature, "it works on plain tensors", _SHARDED)
         for feature in _ON_PLAIN_TENSORS

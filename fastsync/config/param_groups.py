@@ -22,8 +22,7 @@ class Group:
 
     A process group as a value of `groups` stands for a mean over its ranks. Experts whose gradients
     come from the samples of all ranks, each from a loss that is a mean over one rank's samples,
-    need the number of all ranks as their divisor. A backward that synchronises and adds to the mean
-    of another one divides that again: accumulate under `no_sync()`, or with weights.
+    need the number of all ranks as their divisor.
 
     Attributes:
         process_group: the ranks.

@@ -7,7 +7,7 @@ runs alone. `Engine` owns the reducer; FastDDP owns the engine.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +36,7 @@ from fastsync.reducer.buckets import (
     settled_order,
 )
 from fastsync.reducer.gradient_shards import GradientShards, ShardedUnit
+from fastsync.reducer.group_means import GroupMeans
 from fastsync.reducer.local_gradients import LocalGradients
 from fastsync.reducer.mean_weights import MeanWeights
 from fastsync.reducer.monitor import make_rendezvous, numbers_in_watch, open_watch, watch_of
@@ -134,6 +135,7 @@ class Engine:
         self.during: Callable[[Callable[[], None]], None] = lambda task: task()
         self.weights: MeanWeights | None = None
         self._divisor = float(group.size())
+        self._group_means = self._make_group_means(leaves)
         self._watch_backwards()
         self.core.on_plan_due(weakly(self._end_step))
         # Autograd reaches the last registered layers first.
@@ -148,6 +150,15 @@ class Engine:
         routes = Routes(self.core, params, number)
         routes.use_group(its.process_group, self.policy)
         return routes
+
+    def _make_group_means(self, leaves: Sequence[torch.Tensor]) -> GroupMeans | None:
+        parts = {}
+        for index, param in enumerate(self._params):
+            if number := self._group_of.get(param.name):
+                its = self.policy.groups[number - 1]
+                parts[index] = its.divisor / len(its.ranks)
+        parts = {index: part for index, part in parts.items() if part != 1.0}
+        return GroupMeans(leaves, parts) if parts else None
 
     def _ranks_of(self, param: NamedParam) -> int:
         """Return how many ranks average a parameter."""
@@ -304,28 +315,47 @@ class Engine:
         weights.drop()
         return []
 
-    def _start_weighted(self, weights: MeanWeights, backwards: int) -> None:
+    def _start_weighted(self, weights: MeanWeights, backwards: int) -> list[int]:
         weights.start(backwards, self._divisor)
         self.core.at_end(weights.note_mean)
+        return []
 
     def _watch_backwards(
         self,
         begin: Callable[[bool], list[int]] | None = None,
-        start: Callable[[int], None] | None = None,
+        start: Callable[[int], list[int]] | None = None,
         scale: Callable[[], float | torch.Tensor] | None = None,
     ) -> None:
-        """Let the reducer call these, as `MeanWeights` says, around what DTensors need."""
+        """Let the reducer call these, as `MeanWeights` says, around what groups and DTensors
+        need.
+        """
+        if self._group_means is not None:
+            start = partial(weakly(self._start_in_groups), self._group_means, start)
         if any(is_dtensor(param.tensor) for param in self._params):
             start = partial(weakly(self._start_locally), self.locals, start)
         self.core.use_weights(begin, start, scale)
 
-    def _start_locally(
-        self, its: LocalGradients, start: Callable[[int], None] | None, backwards: int
-    ) -> None:
-        its.begin()
-        self.core.at_end(its.finish)  # before what `start` has called at the end
+    def _start_in_groups(
+        self, means: GroupMeans, start: Callable[[int], list[int]] | None, backwards: int
+    ) -> list[int]:
         if start is not None:
             start(backwards)
+        planned = {index for bucket in self.plan.buckets for index in bucket.params}
+        self.core.at_end(partial(self._note_group_means, means, planned))
+        if self.policy.skip_unused or self.policy.fail_on_unused:
+            return []  # what no rank uses must stay so, and what is used says so itself
+        return means.start(planned)
+
+    def _note_group_means(self, means: GroupMeans, planned: Set[int]) -> None:
+        if self.weights is None or not self.weights.has_mean:  # whose parts it takes itself
+            means.note(planned)
+
+    def _start_locally(
+        self, its: LocalGradients, start: Callable[[int], list[int]] | None, backwards: int
+    ) -> list[int]:
+        its.begin()
+        self.core.at_end(its.finish)  # before what `start` has called at the end
+        return [] if start is None else start(backwards)
 
     def graph_buckets(self, ready: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return the groups of parameters at which torch.compile splits a graph, one for each

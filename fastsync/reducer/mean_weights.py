@@ -208,6 +208,11 @@ class MeanWeights:
         self._raise_what_is_seen()
         self._fresh.add(_Given.one(weight))
 
+    @property
+    def has_mean(self) -> bool:
+        """Whether the last step had weights."""
+        return self._last is not None and self._last.weight is not None
+
     # --- a step
 
     def begin_backward(self, accumulated: bool) -> list[int]:

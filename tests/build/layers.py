@@ -92,8 +92,8 @@ MODULE_LAYERS = {
         ["bucket_layout", "registrations", "weak_calls"],
         ["buckets"],
         [
-            *("core", "local_gradients", "optimizer_hooks", "reports", "tied_parameters"),
-            "unused_parameters",
+            *("core", "group_means", "local_gradients", "optimizer_hooks", "reports"),
+            *("tied_parameters", "unused_parameters"),
         ],
         ["monitor"],
         ["process_groups", "shared_memory", "state_transfer", "step_timing"],

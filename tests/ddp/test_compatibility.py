@@ -26,7 +26,6 @@ ASKED = {
     "find_unused_parameters=False": {"find_unused_parameters": False},
     "groups": {},
     "groups of other divisors": {},
-    "groups with divisors": {},
     "hierarchical wire": {"wire": Wire("int8", "hierarchical")},
     "join": {},
     "mixed_precision": {"mixed_precision": BF16},
@@ -66,7 +65,7 @@ def built(features):
         options["device_mesh"] = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     if "groups" in features:
         options["groups"] = {"weight": torch.distributed.group.WORLD}
-    if {"groups of other divisors", "groups with divisors"} & set(features):
+    if "groups of other divisors" in features:
         options["groups"] = {"weight": Group(torch.distributed.group.WORLD, 3)}
     device = "meta" if "elastic on GPUs" in features else "cpu"
     module = nn.Linear(2, 2, device=device)

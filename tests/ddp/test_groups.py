@@ -452,6 +452,42 @@ def test_an_overflow_in_a_group_leaves_out_the_step_of_all_ranks():
     assert run_ranks(scaled, 4) == [[[(0, 2.0), (4, 2.0)]] * len(STAGES)] * 4
 
 
+SUMS = {  # how backwards go in a step, and by what each rank multiplies the output of its group
+    "synchronised": [("all", (1, 2, 3, 4)), ("all", (5, 6, 7, 8)), ("all", (1, 1, 1, 1))],
+    "accumulated": [("all", (1, 2, 3, 4)), ("alone", (5, 6, 7, 8)), ("all", (1, 1, 1, 1))],
+    "by the module": [("all", (1, 2, 3, 4)), ("module", (5, None, 7, 8)), ("all", (1, 1, 1, 1))],
+    "unused in part": [("all", (1, 2, 3, 4)), ("alone", (5, None, 7, 8)), ("all", (None, 6, 1, 1))],
+    "unused": [("all", (1, 2, 3, 4)), ("all", (None,) * 4), ("all", (None,) * 4)],
+}
+
+
+def summed(rank, world, stages):
+    """Sum up the gradients of a step; repeat that in a second one."""
+    found = []
+    for zero, (kind, backwards) in product(stages, SUMS.items()):
+        model = FastDDP(Two(), groups={"own.*": Group(groups_of(rank)[1], 4)}, zero=zero)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for how, factors in backwards:
+                called = model.module if how == "module" else model
+                with model.no_sync() if how == "alone" else nullcontext():
+                    called((1.0, factors[rank])).backward()
+            own = model.module.own.weight.grad.flatten()[0].item()
+            optimizer.step()
+        found.append((zero, kind, own))
+    return found
+
+
+def test_backwards_add_to_a_sum_with_a_divisor():
+    for rank, found in enumerate(run_ranks(summed, 4, STAGES)):
+        wanted = {
+            kind: sum(f for _, by_rank in its for f in by_rank[rank % 2 :: 2] if f) / 4
+            for kind, its in SUMS.items()
+        }
+        assert found == [(zero, kind, wanted[kind]) for zero, kind in product(STAGES, SUMS)]
+
+
 def weighed(rank, world):
     """Three micro-batches a step, of which all or only the last one synchronise."""
     found = []

@@ -68,6 +68,27 @@ FAULTS = [
         f"{MEANS}::test_gradients_are_those_of_one_process[even-every-0]",
     ),
     Fault(
+        "mean-of-a-group-divided-again",
+        "fastsync/reducer/engine.py",
+        "parts[index] = its.divisor / len(its.ranks)",
+        "parts[index] = 1.0",
+        "tests/ddp/test_groups.py::test_backwards_add_to_a_sum_with_a_divisor",
+    ),
+    Fault(
+        "part-of-a-mean-taken-after-the-module-added-to-it",
+        "fastsync/reducer/group_means.py",
+        "lambda _, index=index: take(index)",
+        "lambda _, index=index: None",
+        "tests/ddp/test_groups.py::test_backwards_add_to_a_sum_with_a_divisor",
+    ),
+    Fault(
+        "part-of-a-mean-left-by-a-rank-without-use",
+        "fastsync/reducer/group_means.py",
+        "        for index in held:\n            self._take(index)\n",
+        "",
+        "tests/ddp/test_groups.py::test_backwards_add_to_a_sum_with_a_divisor",
+    ),
+    Fault(
         "earlier-mean-of-shards-not-multiplied",
         WEIGHTS,
         "            average.mul_(earlier / total)\n        return 1.0 / total",

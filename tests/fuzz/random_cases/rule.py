@@ -121,6 +121,7 @@ def adopt(wrapped):
     for ours, theirs in wrapped.twins.params:
         theirs.grad = None if ours.grad is None else seen(ours.grad).detach().clone()
     wrapped.twins.begin_sums()
+    wrapped.begin_means()
 
 
 def gathered(wrapped, mine):
@@ -134,6 +135,7 @@ def gathered(wrapped, mine):
 def check(wrapped, divisor=None):
     """Check the averages after a synchronised backward. Collective."""
     residuals = residuals_of(wrapped)
+    wrapped.take_parts()
     rows = gathered(wrapped, snapshot(wrapped, residuals))
     verify(wrapped, rows, divisor or wrapped.seat.world, residuals.keys(), divisor is not None)
     adopt(wrapped)

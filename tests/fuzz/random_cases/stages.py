@@ -127,7 +127,10 @@ def rewrap(wrapped):
     """A second wrapper over the same parameters, which the first one leaves alone."""
     thaw(wrapped)
     state = copied(wrapped.model.sync_state_dict())
-    wrapped.old = wrapped.model
+    if wrapped.twins.parts:  # the new one does not know of means, and the old one does
+        wrapped.zero("none")
+    else:
+        wrapped.old = wrapped.model
     wrapped.wrap()
     wrapped.model.load_sync_state_dict(state)
     kept_as_before(wrapped)

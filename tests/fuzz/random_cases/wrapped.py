@@ -121,6 +121,13 @@ class Exact:
             param.copy_(stepped.data if rounding is None else rounding(stepped))
 
 
+def hook(param, fn):
+    """Call `fn` with each gradient of a parameter, which may be frozen now."""
+    trained = param.requires_grad
+    param.requires_grad_(True).register_hook(fn)
+    param.requires_grad_(trained)
+
+
 def _reset(way, param):
     """Change a gradient; what is set is dense, for an embedding with sparse gradients too."""
     if way == "none":
@@ -146,11 +153,20 @@ class Twins:
         self.saved = []
         self.fired = set()
         self.sums = {}  # by position, magnitudes of what the copy's gradient was added up from
+        self.parts = {}  # by position, of a mean: what the copy has a part of before it adds to it
         for index, (_, theirs) in enumerate(self.params):
+            hook(theirs, lambda _, i=index: self.take_part(i))
             theirs.register_post_accumulate_grad_hook(lambda _, i=index: self.fired.add(i))
             theirs.register_post_accumulate_grad_hook(place)
             if not isinstance(theirs, DTensor):  # whose sums are not rounded on the way
                 theirs.register_hook(lambda grad, i=index: self.add_to_sum(i, grad))
+
+    def take_part(self, index):
+        """Take this rank's part of the mean that the copy may hold."""
+        part, (_, theirs) = self.parts.pop(index, None), self.params[index]
+        if part is not None and theirs.grad is not None:
+            theirs.grad.mul_(part)
+            self.sums[index] = magnitudes(theirs.grad)
 
     def add_to_sum(self, index, grad):
         self.sums[index] = self.sums.get(index, 0) + magnitudes(grad)
@@ -311,6 +327,7 @@ class Wrapped:
         trained = [p.dtype for p in self.tree.parameters() if p.requires_grad]
         if not any(map(self.drawn.rounding, trained)):
             options.pop("parameter_wire", None)  # which would be refused
+        self.twins.parts = {}
         if self.drawn.grouped:
             options["groups"] = self.groups()
         self.model = FastDDP(self.twins.tree, **grouped(options))
@@ -424,12 +441,31 @@ class Wrapped:
                 loss.div_(torch.full((), 2.0)).add_(1.0)
         return made
 
+    def begin_means(self):
+        """Gradients have become means, of which the next backward leaves each rank a part."""
+        parts = {i: divisor / len(ranks) for i, (ranks, divisor) in self.apart.items()}
+        self.twins.parts = {i: part for i, part in parts.items() if part != 1.0}
+
+    def take_parts(self):
+        """Take this rank's part of each mean that the running step averages, used or not."""
+        if self.drawn.theme in ("strict", "skip"):  # then none is averaged without use
+            return
+        planned = {index for bucket in self.plan.buckets for index in bucket.params}
+        for index in planned & self.twins.parts.keys():
+            self.twins.take_part(index)
+            if self.twins.params[index][1].grad is not None:
+                self.used.add(index)
+
     def fail(self, where, used=None):
         """A forward or backward that raises; the copy sits it out."""
         try:
             x = self.input().requires_grad_()
             used = self.choose() if used is None else used
-            loss_of(self.model(x, used, fault=where)).backward()
+            loss = loss_of(self.model(x, used, fault=where))
+            if self.tree.shape != "opaque":  # whose step begins with the first gradient
+                self.note_plan()
+                self.take_parts()
+            loss.backward()
         except Fault:
             return
         raise AssertionError(f"an exception in the {where} part was lost")
