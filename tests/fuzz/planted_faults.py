@@ -89,6 +89,13 @@ FAULTS = [
         "tests/ddp/test_groups.py::test_backwards_add_to_a_sum_with_a_divisor",
     ),
     Fault(
+        "part-of-a-mean-without-use-not-averaged",
+        "csrc/reducer/reducer.cpp",
+        "weighing_.start(backwards_)) params_.at(i)->used = true;",
+        "weighing_.start(backwards_)) (void)i;",
+        "tests/ddp/test_groups.py::test_backwards_add_to_a_sum_with_a_divisor",
+    ),
+    Fault(
         "earlier-mean-of-shards-not-multiplied",
         WEIGHTS,
         "            average.mul_(earlier / total)\n        return 1.0 / total",
@@ -126,8 +133,8 @@ FAULTS = [
     Fault(
         "unused-parameters-of-an-earlier-mean-stay-multiplied",
         "csrc/reducer/reducer.cpp",
-        "params_.at(i)->used = true;",
-        "(void)i;",
+        "weighing_.begin_backward(accumulated)) params_.at(i)->used = true;",
+        "weighing_.begin_backward(accumulated)) (void)i;",
         f"{MEANS}::test_parameters_without_use_stay_in_the_mean[2-False]",
     ),
     Fault(
