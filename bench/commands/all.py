@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,10 @@ MODELS = "--models small,transformer,wide,conv"
 WAYS = "--wrappers ddp_view,ddp_batched,ddp_static_view,fastsync,fastsync_group,fastsync_int8"
 SHARED = "--models gpt2,wide --check-steps 2"
 NODES = f"{WAYS},fastsync_nodes,fastsync_nodes_group,fastsync_nodes_int8 --per-node 2"
+ROUNDS = (
+    "DiLoCo(30) calm,DiLoCo(64) calm,DiLoCo(32) calm int4,DiLoCo(32) calm int4 streamed,"
+    "SparseLoCo(32)"
+)
 
 _EVERY = (
     Part("ops", 15, "ops"),
@@ -56,6 +61,7 @@ _EVERY = (
     Part("accuracy", 20, "accuracy"),
     Part("curves", 260, "curves"),
     Part("modes", 400, "modes --tasks gpt"),
+    Part("modes-conv-1024", 1000, f"modes --tasks conv --steps 1024 --modes '{ROUNDS}'"),
     Part("kernels", 170, "kernels --rounds 7"),
     Part("scale", 50, "scale"),
     Part("step", 200, f"step {MODELS} --wrappers all,fastsync_group --rounds 9 --seconds 30"),
@@ -87,7 +93,7 @@ def run(parts: Sequence[Part]) -> int:
         left = sum(p.seconds for p in parts[number:]) / 60
         place = f"{number + 1} of {len(parts)}; about {left:.0f} minutes left"
         print(f"\n=== {part.name} ({place}) ===", flush=True)
-        command = [sys.executable, "-m", "bench", *part.typed.split()]
+        command = [sys.executable, "-m", "bench", *shlex.split(part.typed)]
         result = ("--json", str(RESULTS / f"{part.name}.json"))
         if subprocess.run([*command, *result], cwd=ROOT, check=False).returncode:
             print(f"{part.name} failed", file=sys.stderr)

@@ -384,8 +384,9 @@ def saved_on_some_ranks(wrapped):
 def check_saved_state(wrapped, by_name):
     """Compare what this rank saves of the optimizer with the state of the copy's."""
     names = [name for name, _ in wrapped.tree.named_parameters()]
-    # By name it is collective before there is a state, and beside another wrapper.
-    alone = any(exact.state for exact in wrapped.exact) and not hasattr(wrapped, "old")
+    # By name it is collective before there is a shared state, and beside another wrapper.
+    shared = [exact for i, exact in enumerate(wrapped.exact) if i not in wrapped.apart]
+    alone = any(exact.state for exact in shared) and not hasattr(wrapped, "old")
     if by_name and alone:
         saved = copied(wrapped.model.optimizer_state_dict(wrapped.optimizer))["state"]
     else:
