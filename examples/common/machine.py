@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from contextlib import suppress
@@ -62,7 +63,7 @@ def command_line() -> str:
         option, equals, value = argument.rpartition("=")
         return f"{option}{equals}{os.path.basename(value.rstrip(os.sep))}"
 
-    return " ".join(map(without_path, sys.orig_argv))
+    return shlex.join(map(without_path, sys.orig_argv))
 
 
 def write_json(result: dict[str, Any], path: Path) -> None:

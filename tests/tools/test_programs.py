@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -157,7 +158,8 @@ def test_bad_input_is_one_line(capsys):
 
 def test_the_command_of_every_result_can_be_typed():
     for path in sorted(ROOT.glob("bench/results/*.json")):
-        python, _, module, *arguments = json.loads(path.read_text())["command"].split()
+        typed = json.loads(path.read_text())["command"]
+        python, _, module, *arguments = shlex.split(typed)
         assert python == "python"
         if module == "bench":
             command.module_of(arguments.pop(0)).main.parser().parse_args(arguments)

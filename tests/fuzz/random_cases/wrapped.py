@@ -441,10 +441,15 @@ class Wrapped:
                 loss.div_(torch.full((), 2.0)).add_(1.0)
         return made
 
+    @property
+    def parts(self):
+        """By position, the part of a mean that each rank takes before it adds to it, unless 1."""
+        parts = {i: divisor / len(ranks) for i, (ranks, divisor) in self.apart.items()}
+        return {i: part for i, part in parts.items() if part != 1.0}
+
     def begin_means(self):
         """Gradients have become means, of which the next backward leaves each rank a part."""
-        parts = {i: divisor / len(ranks) for i, (ranks, divisor) in self.apart.items()}
-        self.twins.parts = {i: part for i, part in parts.items() if part != 1.0}
+        self.twins.parts = self.parts
 
     def take_parts(self):
         """Take this rank's part of each mean that the running step averages, used or not."""
