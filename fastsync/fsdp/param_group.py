@@ -219,6 +219,8 @@ class Unit:
             self.start_gather()
             for dtype_shard in self.dtype_shards:
                 dtype_shard.finish_gather()
+            for member in self.members:
+                member.note_whole()
         for member in self.members:
             member.show_whole()
         self.is_whole, self.concealed = True, False
@@ -294,6 +296,8 @@ class Unit:
         keeps = for_backward and self.switches.reshard_to is not None and self.is_whole
         post_forward_group = self.post_forward_group if keeps else None
         if self.is_whole:
+            for member in self.members:
+                member.check_whole()
             self.show_sharded()
             self.is_whole = self.concealed = False
         if self._begun:  # loading a state dict reshards once for each module

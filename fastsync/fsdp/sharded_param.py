@@ -90,6 +90,7 @@ class ShardedParam:
     _seen_grad: torch.Tensor | None = None
     _seen_version = 0
     _version: int | None = None  # of the share, when it was gathered
+    _gathered: tuple[int, int] | None = None  # version and storage of the whole, from then on
     _wrapper: torch.UntypedStorage = field(init=False)
     _local: torch.Tensor = field(init=False)
 
@@ -170,6 +171,30 @@ class ShardedParam:
     def forget_version(self) -> None:
         """Note that nothing is gathered."""
         self._version = None
+
+    def note_whole(self) -> None:
+        """Note that the whole has the values of the shares."""
+        self._gathered = self._seen()
+
+    def check_whole(self) -> None:
+        """
+        Raises:
+            RuntimeError: a script has written to the whole, or assigned to its `.data`. What is
+                written to `.data` is not seen.
+        """
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None and gathered != self._seen():
+            raise RuntimeError(
+                f"parameter {self.name!r} was written to while it was gathered, as by momentum "
+                "updates in forward() or an embedding with max_norm, which would be lost: the "
+                "shards keep their values. Write to parameters between forward and backward, or "
+                "after the step; or use zero=2"
+            )
+
+    def _seen(self) -> tuple[int, int]:
+        assert self.whole is not None
+        version = -1 if self.whole.is_inference() else self.whole._version
+        return version, storage_address(self.whole)
 
     def is_gathered(self) -> bool:
         """Return whether `whole` has the values of the shares, or is about to."""

@@ -188,6 +188,74 @@ def test_assigning_to_data_of_shards_is_an_error(stage, script):
     check(script, stage, error=ASSIGNED)
 
 
+class Momentum(nn.Module):
+    """Layers and their average, which each forward moves."""
+
+    def __init__(self, assigns):
+        super().__init__()
+        self.trained, self.average, self.assigns = net(), net(), assigns
+        self.average.requires_grad_(False)
+
+    @torch.no_grad()
+    def move(self):
+        pairs = zip(self.trained.parameters(), self.average.parameters(), strict=True)
+        for param, mean in pairs:
+            if self.assigns:
+                mean.data = mean.data * 0.9 + param.data * 0.1
+            else:
+                mean.mul_(0.9).add_(param, alpha=0.1)
+
+    def forward(self, x):
+        if self.training:
+            self.move()
+        return self.trained(x) - self.average(x)
+
+
+class Bounded(nn.Module):
+    """An embedding whose rows a forward shortens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 5, max_norm=0.5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.embedding(torch.arange(x.shape[0]) % 8))
+
+
+def train_with_writes(wrap, rank, kind):
+    torch.manual_seed(3)
+    model = wrap(Bounded() if kind == "max_norm" else Momentum(kind == "assigned"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        optimizer.step()
+    return full(model)
+
+
+@pytest.mark.slow(turns="stage")
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero1-small", "zero2"])
+@pytest.mark.parametrize("kind", ["in place", "assigned", "max_norm"])
+def test_writes_within_a_forward(stage, kind):
+    check(train_with_writes, stage, kind)
+
+
+WRITTEN_TO = r"parameter '.*weight' was written to while it was gathered"
+# What the forward of the root writes to are shards of other units.
+OUTCOMES = {
+    ("in place", "fully_shard"): None,
+    ("assigned", "fully_shard"): ASSIGNED,
+    ("assigned", "units of FastDDP"): ASSIGNED,
+}
+
+
+@pytest.mark.slow(turns="stage")
+@pytest.mark.parametrize("stage", [*SHARDED_PARAMETERS, *LAYOUTS])
+@pytest.mark.parametrize("kind", ["in place", "assigned", "max_norm"])
+def test_writes_to_gathered_parameters_are_an_error(stage, kind):
+    check(train_with_writes, stage, kind, error=OUTCOMES.get((kind, stage), WRITTEN_TO))
+
+
 @pytest.mark.slow(but=("fully_shard",))
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 def test_swaps_tensors(stage):

@@ -904,6 +904,14 @@ FAULTS = [
         "tests/fsdp/test_fsdp_methods.py::test_another_divisor_and_a_hook",
     ),
     Fault(
+        "write-to-a-gathered-parameter-lost",
+        "fastsync/fsdp/param_group.py",
+        "                member.check_whole()\n",
+        "                pass\n",
+        "tests/conformance/test_data_assignment.py"
+        "::test_writes_to_gathered_parameters_are_an_error[in place-zero3]",
+    ),
+    Fault(
         "divisor-of-a-unit-ignored",
         "fastsync/fsdp/param_group.py",
         "scale = 1.0 / (self.switches.divisor or self.place.ranks)",

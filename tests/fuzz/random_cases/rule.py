@@ -139,6 +139,8 @@ def check(wrapped, divisor=None):
     rows = gathered(wrapped, snapshot(wrapped, residuals))
     verify(wrapped, rows, divisor or wrapped.seat.world, residuals.keys(), divisor is not None)
     adopt(wrapped)
+    if divisor is not None:
+        wrapped.twins.parts = {}  # with weights gradients go on otherwise
     wrapped.regrouped = False
 
 
