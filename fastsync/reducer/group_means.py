@@ -33,13 +33,23 @@ class GroupMeans:
 
     def note(self, planned: Set[int]) -> None:
         """Note that these gradients are means: the step that averages them has ended."""
-        take = weakly(self._take)
         for index in self._parts.keys() & planned:
+            if self._params[index].grad is None:
+                continue
             self._held.add(index)
-            param = self._params[index]
-            if index not in self._handles and param.requires_grad:
-                hook = param.register_hook(lambda _, index=index: take(index))
-                self._handles[index] = hook
+            if index not in self._handles:
+                self._handles[index] = self._hook(index)
+
+    def _hook(self, index: int) -> RemovableHandle:
+        """Take the part of a mean before anything is added to it."""
+        param, take = self._params[index], weakly(self._take)
+        trained = param.requires_grad
+        param.requires_grad_(
+            True
+        )  # torch takes no hook of one that is frozen now
+        hook: RemovableHandle = param.register_hook(lambda _: take(index))
+        param.requires_grad_(trained)
+        return hook
 
     def start(self, planned: Set[int]) -> list[int]:
         """Start a step that averages these gradients.
@@ -53,7 +63,7 @@ class GroupMeans:
         return [index for index in held if self._params[index].grad is not None]
 
     def _take(self, index: int) -> None:
-        """Take this rank's part of a mean, before anything is added to it."""
+        """Take this rank's part of a mean, unless there is none."""
         grad = self._params[index].grad
         if index in self._held and grad is not None:
             with torch.no_grad():

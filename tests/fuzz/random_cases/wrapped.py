@@ -449,14 +449,17 @@ class Wrapped:
 
     def begin_means(self):
         """Gradients have become means, of which the next backward leaves each rank a part."""
-        self.twins.parts = self.parts
+        for index, part in self.parts.items():
+            if self.plan_of(index) and self.twins.params[index][1].grad is not None:
+                self.twins.parts[index] = part
 
     def take_parts(self):
         """Take this rank's part of each mean that the running step averages, used or not."""
         if self.drawn.theme in ("strict", "skip"):  # then none is averaged without use
             return
-        planned = {index for bucket in self.plan.buckets for index in bucket.params}
-        for index in planned & self.twins.parts.keys():
+        for index in list(self.twins.parts):
+            if self.plan_of(index) is None:
+                continue
             self.twins.take_part(index)
             if self.twins.params[index][1].grad is not None:
                 self.used.add(index)
