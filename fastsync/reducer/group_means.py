@@ -44,9 +44,7 @@ class GroupMeans:
         """Take the part of a mean before anything is added to it."""
         param, take = self._params[index], weakly(self._take)
         trained = param.requires_grad
-        param.requires_grad_(
-            True
-        )  # torch takes no hook of one that is frozen now
+        param.requires_grad_(True)  # torch takes no hook of one that is frozen now
         hook: RemovableHandle = param.register_hook(lambda _: take(index))
         param.requires_grad_(trained)
         return hook
