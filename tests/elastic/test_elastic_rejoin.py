@@ -114,7 +114,8 @@ def outcomes_of(folder, cases, script=SCRIPT, plain=None):
     found = run(folder, jobs, script)
     twins = []
     for name, it in found.items():
-        steps = 1 + max(int(s) for seen in it.seen.values() for s in seen.get("weights", {0: 0}))
+        made = (int(step) for seen in it.seen.values() for step in seen.get("weights", ()))
+        steps = 1 + max(made, default=0)
         changed = {"deaths": [], "odd": {}, "again": [], "giver_dies": False, **(plain or {})}
         began = it.job["world"]
         if len(it.world) > began:

@@ -24,12 +24,12 @@ SPREAD = 0.03 * 16  # bytes per parameter: 3 % of what a rank holds that shares 
 
 
 def narrow():
-    """The model `deep` in bf16."""
+    """The model `deep` in bf16, in which some CPUs multiply slowly: on one sample."""
     whole = WORKLOADS["deep"]()
     return Workload(
         "narrow",
         lambda: whole.build().to(torch.bfloat16),
-        lambda rank, step: whole.batch(rank, step).to(torch.bfloat16),
+        lambda rank, step: whole.batch(rank, step)[:1].to(torch.bfloat16),
         whole.loss,
     )
 
@@ -59,7 +59,7 @@ def test_in_fp32():
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_in_bf16_with_masters(world):
-    first, second = run_ranks(peaks, world, True, timeout=300.0)[0]
+    first, second = run_ranks(peaks, world, True, timeout=600.0)[0]
     assert 2 + 14 / world < first <= 4 + 12 / world + SPREAD
     assert 2 + 14 / world < second <= 2 + 14 / world + SPREAD
 
