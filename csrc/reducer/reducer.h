@@ -87,14 +87,15 @@ struct ForwardAdvice {
   bool new_timing = false;          // step_timing() has changed
 };
 
-// Calls to Python where the script gives its micro-batches weights, once in a backward or a step.
-// See fastsync/reducer/mean_weights.py.
+// Calls to Python, once in a backward or a step, for the weights of micro-batches, the means of
+// groups and DTensors. See mean_weights.py, group_means.py and local_gradients.py.
 struct Weighing {
   // A backward has reached outputs, and has not accumulated anything. The argument: earlier ones
   // have, since the last synchronised step. Returns the parameters whose gradients hold the last
   // mean: these count as used, since a part of it is left to each rank.
   std::function<std::vector<size_t>(bool)> begin_backward;
-  // A synchronised step begins, with so many backwards since the last one. Returns likewise.
+  // A synchronised step begins, with so many backwards since the last one. Returns parameters as
+  // begin_backward does.
   std::function<std::vector<size_t>(int64_t)> start;
   // Returns the factor of the step's gradients. May wait for other ranks.
   std::function<std::variant<double, at::Tensor>()> scale;

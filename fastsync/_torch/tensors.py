@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ __all__ = [
     "next_creation_number",
     "share_hooks",
     "storage_address",
+    "taking_hooks",
     "tensor_hooks",
     "tree_map_only",
     "unflatten",
@@ -91,6 +93,19 @@ def accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], obje
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
     """Return the hooks of `register_hook()`."""
     return list((tensor._backward_hooks or {}).values())
+
+
+@contextmanager
+def taking_hooks(param: torch.Tensor) -> Iterator[None]:
+    """Let a parameter take hooks within: torch refuses those of a frozen one, which may be trained
+    later.
+    """
+    trained = param.requires_grad
+    param.requires_grad_(True)
+    try:
+        yield
+    finally:
+        param.requires_grad_(trained)
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:

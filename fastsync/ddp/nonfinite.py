@@ -116,7 +116,7 @@ class NonFiniteGuard(StepWatcher):
         given = self._given()
         if not given:
             return None
-        order = [i for bucket in self._engine.plan.buckets for i in bucket.params]
+        order = list(self._engine.plan.params)
         order += sorted(given.keys() - set(order))  # frozen since
         suspects = [i for i in order if i in mine and i in given]
         if not suspects:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -154,6 +155,11 @@ class BucketPlan:
     """Buckets in the order in which every rank sends them."""
 
     buckets: tuple[PlannedBucket, ...]
+
+    @cached_property
+    def params(self) -> tuple[int, ...]:
+        """Positions of the parameters, in the order of the buckets."""
+        return tuple(index for bucket in self.buckets for index in bucket.params)
 
     def pipelined(self, group: int) -> bool:
         """Return whether any bucket of a group travels through a pipeline of collectives."""

@@ -7,7 +7,7 @@ runs alone. `Engine` owns the reducer; FastDDP owns the engine.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -156,8 +156,8 @@ class Engine:
         for index, param in enumerate(self._params):
             if number := self._group_of.get(param.name):
                 its = self.policy.groups[number - 1]
-                parts[index] = its.divisor / len(its.ranks)
-        parts = {index: part for index, part in parts.items() if part != 1.0}
+                if its.divisor != len(its.ranks):
+                    parts[index] = its.divisor / len(its.ranks)
         return GroupMeans(leaves, parts) if parts else None
 
     def _ranks_of(self, param: NamedParam) -> int:
@@ -340,13 +340,13 @@ class Engine:
     ) -> list[int]:
         if start is not None:
             start(backwards)
-        planned = {index for bucket in self.plan.buckets for index in bucket.params}
+        planned = self.plan.params
         self.core.at_end(partial(self._note_group_means, means, planned))
         if self.policy.skip_unused or self.policy.fail_on_unused:
-            return []  # what no rank uses must stay so, and what is used says so itself
+            return []  # all ranks use the same ones, whose hooks take them; the rest stays unused
         return means.start(planned)
 
-    def _note_group_means(self, means: GroupMeans, planned: Set[int]) -> None:
+    def _note_group_means(self, means: GroupMeans, planned: Sequence[int]) -> None:
         if self.weights is None or not self.weights.has_mean:  # whose parts it takes itself
             means.note(planned)
 
@@ -487,7 +487,7 @@ class Engine:
 
     def _order(self) -> list[int]:
         """Return the plan's order, followed by parameters unfrozen since it was made."""
-        planned = [index for bucket in self.plan.buckets for index in bucket.params]
+        planned = self.plan.params
         later = set(planned)
         trained = (i for i, p in enumerate(self._params) if p.tensor.requires_grad)
         return [*planned, *(i for i in trained if i not in later)]

@@ -9,11 +9,11 @@ something to it, or where a step begins that averages it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
+from fastsync._torch import taking_hooks
 from fastsync.reducer.weak_calls import weakly
 
 
@@ -27,35 +27,27 @@ class GroupMeans:
 
     def __init__(self, params: Sequence[torch.Tensor], parts: Mapping[int, float]) -> None:
         self._params, self._parts = params, parts
-        self._held: set[int] = set()  # positions of gradients that may be a mean
-        self._handles: dict[int, RemovableHandle] = {}
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        self._held: set[int] = set()  # positions of gradients that are means
+        take = weakly(self._take)
+        for index in parts:
+            param = params[index]
+            if param.is_floating_point() or param.is_complex():
+                with taking_hooks(param):
+                    hook = param.register_hook(lambda _, index=index: take(index))
+                weakref.finalize(self, hook.remove).atexit = False
 
-    def note(self, planned: Set[int]) -> None:
+    def note(self, planned: Iterable[int]) -> None:
         """Note that these gradients are means: the step that averages them has ended."""
-        for index in self._parts.keys() & planned:
-            if self._params[index].grad is None:
-                continue
-            self._held.add(index)
-            if index not in self._handles:
-                self._handles[index] = self._hook(index)
+        found = self._parts.keys() & planned
+        self._held.update(index for index in found if self._params[index].grad is not None)
 
-    def _hook(self, index: int) -> RemovableHandle:
-        """Take the part of a mean before anything is added to it."""
-        param, take = self._params[index], weakly(self._take)
-        trained = param.requires_grad
-        param.requires_grad_(True)  # torch takes no hook of one that is frozen now
-        hook: RemovableHandle = param.register_hook(lambda _: take(index))
-        param.requires_grad_(trained)
-        return hook
-
-    def start(self, planned: Set[int]) -> list[int]:
+    def start(self, planned: Iterable[int]) -> list[int]:
         """Start a step that averages these gradients.
 
         Returns:
             The positions of those of which each rank now has a part.
         """
-        held = sorted(self._held & planned)
+        held = sorted(self._held.intersection(planned))
         for index in held:
             self._take(index)
         return [index for index in held if self._params[index].grad is not None]
@@ -67,8 +59,3 @@ class GroupMeans:
             with torch.no_grad():
                 grad.mul_(self._parts[index])
         self._held.discard(index)
-
-
-def _remove(handles: Mapping[int, RemovableHandle]) -> None:
-    for handle in handles.values():
-        handle.remove()

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from fastsync._torch import local_gradient, local_of, make_dtensor, spec_of
+from fastsync._torch import local_gradient, local_of, make_dtensor, spec_of, taking_hooks
 
 
 class LocalGradients:
@@ -31,7 +31,6 @@ class LocalGradients:
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self.tensors: list[torch.Tensor] = []
         self._pairs: list[tuple[DTensor, torch.Tensor]] = []
-        handles: list[RemovableHandle] = []
         for param in params:
             if not isinstance(param, DTensor):
                 self.tensors.append(param)
@@ -40,8 +39,7 @@ class LocalGradients:
             self.tensors.append(local)
             self._pairs.append((param, local))
             if param.is_floating_point() or param.is_complex():
-                handles.append(_hook(param, local))
-        weakref.finalize(self, _remove, handles).atexit = False
+                weakref.finalize(self, _hook(param, local).remove).atexit = False
 
     def move(self) -> None:
         """Let the parameters lie where their local tensors have been moved to."""
@@ -64,12 +62,10 @@ class LocalGradients:
 
 
 def _hook(param: DTensor, local: torch.Tensor) -> RemovableHandle:
-    trained = param.requires_grad
-    param.requires_grad_(True)  # torch takes no hook of a frozen one, which may be trained later
-    hook: RemovableHandle = param.register_post_accumulate_grad_hook(
-        lambda accumulated: _take(accumulated, local)
-    )
-    param.requires_grad_(trained)
+    with taking_hooks(param):
+        hook: RemovableHandle = param.register_post_accumulate_grad_hook(
+            lambda accumulated: _take(accumulated, local)
+        )
     return hook
 
 
@@ -85,8 +81,3 @@ def _take(param: torch.Tensor, local: torch.Tensor) -> None:
     if own is not local_of(grad):
         param.grad = make_dtensor(own, spec)
     local.grad = own
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -210,7 +210,7 @@ class MeanWeights:
 
     @property
     def has_mean(self) -> bool:
-        """Whether the last step had weights."""
+        """Return whether the gradients were left with the mean of a step that had weights."""
         return self._last is not None and self._last.weight is not None
 
     # --- a step

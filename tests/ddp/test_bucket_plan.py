@@ -211,7 +211,7 @@ def test_invariants(seed):
     order = rng.sample(range(len(specs)), len(specs))
     caps = tuple(rng.choice((1, 100, 1000)) for _ in range(rng.randint(1, 3)))
     plan = plan_of(specs, order, caps, world=3)
-    assert sorted(i for bucket in plan.buckets for i in bucket.params) == sorted(order)
+    assert sorted(plan.params) == sorted(order)
     place = {index: position for position, index in enumerate(order)}
     last = []
     for number, bucket in enumerate(plan.buckets):

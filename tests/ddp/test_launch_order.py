@@ -13,7 +13,7 @@ from tests.helpers.teams import run_ranks
 
 
 def order_of(model):
-    return [i for bucket in model._engine.plan.buckets for i in bucket.params]
+    return list(model._engine.plan.params)
 
 
 def watch_first_backward(rank, world):

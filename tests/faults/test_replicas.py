@@ -291,7 +291,7 @@ def digested(model):
     """
     params = [p for p in model.module.parameters()]
     counts = model._engine.core.used_counts()
-    planned = {index for bucket in model._engine.plan.buckets for index in bucket.params}
+    planned = set(model._engine.plan.params)
 
     def average(index, param):
         whole = param.grad is not None and not isinstance(param.grad, ShardedGradient)

@@ -77,8 +77,8 @@ FAULTS = [
     Fault(
         "part-of-a-mean-taken-after-the-module-added-to-it",
         "fastsync/reducer/group_means.py",
-        "lambda _: take(index)",
-        "lambda _: None",
+        "lambda _, index=index: take(index)",
+        "lambda _, index=index: None",
         "tests/ddp/test_groups.py::test_backwards_add_to_a_sum_with_a_divisor",
     ),
     Fault(

@@ -173,7 +173,7 @@ def replanned(rank, world, cap):
     before = residual_of(wrapped)
     engine = wrapped._engine
     plan = engine.plan
-    order = [index for bucket in plan.buckets for index in bucket.params]
+    order = list(plan.params)
     engine._buckets = BucketPolicy((cap,))
     engine._install(order[::-1])
     after = residual_of(wrapped)

@@ -47,7 +47,7 @@ class Case:
         if way == "another":
             group = self.rng.choice((None, seat.second))
             self.models.append(self.add(self.draw(), group))
-        elif way == "shared" and first.drawn.theme == "plain" and not first.parts:
+        elif way == "shared" and first.drawn.theme == "plain" and not first.drawn.divides:
             drawn = self.draw("plain")
             drawn = with_dtensors(drawn, seed, seat.world) if first.drawn.cuts else drawn
             self.models.append(self.add(drawn, twins=first.twins))

@@ -88,6 +88,11 @@ class Drawn:
     cuts: str | None = None
 
     @property
+    def divides(self):
+        """Whether groups have divisors of their own, on any rank."""
+        return any(each.divisor for each in self.grouped)
+
+    @property
     def alike(self):
         return self.theme in ("static", "strict", "skip")
 

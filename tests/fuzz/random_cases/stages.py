@@ -127,7 +127,7 @@ def rewrap(wrapped):
     """A second wrapper over the same parameters, which the first one leaves alone."""
     thaw(wrapped)
     state = copied(wrapped.model.sync_state_dict())
-    if wrapped.twins.parts:  # the new one does not know of means, and the old one does
+    if wrapped.drawn.divides:  # the new one does not know of means, and the old one does
         wrapped.zero("none")
     else:
         wrapped.old = wrapped.model

@@ -121,13 +121,6 @@ class Exact:
             param.copy_(stepped.data if rounding is None else rounding(stepped))
 
 
-def hook(param, fn):
-    """Call `fn` with each gradient of a parameter, which may be frozen now."""
-    trained = param.requires_grad
-    param.requires_grad_(True).register_hook(fn)
-    param.requires_grad_(trained)
-
-
 def _reset(way, param):
     """Change a gradient; what is set is dense, for an embedding with sparse gradients too."""
     if way == "none":
@@ -155,7 +148,7 @@ class Twins:
         self.sums = {}  # by position, magnitudes of what the copy's gradient was added up from
         self.parts = {}  # by position, of a mean: what the copy has a part of before it adds to it
         for index, (_, theirs) in enumerate(self.params):
-            hook(theirs, lambda _, i=index: self.take_part(i))
+            theirs.register_hook(lambda _, i=index: self.take_part(i))
             theirs.register_post_accumulate_grad_hook(lambda _, i=index: self.fired.add(i))
             theirs.register_post_accumulate_grad_hook(place)
             if not isinstance(theirs, DTensor):  # whose sums are not rounded on the way
@@ -441,25 +434,18 @@ class Wrapped:
                 loss.div_(torch.full((), 2.0)).add_(1.0)
         return made
 
-    @property
-    def parts(self):
-        """By position, the part of a mean that each rank takes before it adds to it, unless 1."""
-        parts = {i: divisor / len(ranks) for i, (ranks, divisor) in self.apart.items()}
-        return {i: part for i, part in parts.items() if part != 1.0}
-
     def begin_means(self):
         """Gradients have become means, of which the next backward leaves each rank a part."""
-        for index, part in self.parts.items():
-            if self.plan_of(index) and self.twins.params[index][1].grad is not None:
-                self.twins.parts[index] = part
+        for index, (ranks, divisor) in self.apart.items():
+            _, theirs = self.twins.params[index]
+            if index in self.plan.params and theirs.grad is not None and divisor != len(ranks):
+                self.twins.parts[index] = divisor / len(ranks)
 
     def take_parts(self):
         """Take this rank's part of each mean that the running step averages, used or not."""
         if self.drawn.theme in ("strict", "skip"):  # then none is averaged without use
             return
-        for index in list(self.twins.parts):
-            if self.plan_of(index) is None:
-                continue
+        for index in self.twins.parts.keys() & self.plan.params:
             self.twins.take_part(index)
             if self.twins.params[index][1].grad is not None:
                 self.used.add(index)
