@@ -262,7 +262,16 @@ void Reducer::note_backward() {
   if (!weighing_.begin_backward) return;
   const auto used = [](const auto& param) { return param->used; };
   const bool accumulated = std::any_of(params_.begin(), params_.end(), used);
-  for (const size_t i : weighing_.begin_backward(accumulated)) params_.at(i)->used = true;
+  use_parts(weighing_.begin_backward(accumulated));
+}
+
+// Under the lock. What each rank has a part of has to be averaged.
+void Reducer::use_parts(const std::vector<size_t>& params) {
+  for (const size_t i : params) {
+    Parameter& param = *params_.at(i);
+    param.part_alone = !param.arrived();
+    param.used = true;
+  }
 }
 
 // Under the lock. Runs inside a backward, whose final callback ends the step.
@@ -280,9 +289,7 @@ void Reducer::open_step() {
   forget_own();
   counts_.clear();
   log_.begin_backward();
-  if (weighing_.start) {
-    for (const size_t i : weighing_.start(backwards_)) params_.at(i)->used = true;
-  }
+  if (weighing_.start) use_parts(weighing_.start(backwards_));
   for (const auto& ranks : {routes_.memory, routes_.shards}) {
     if (ranks) ranks->begin_step(stats_.steps + 1);
   }
@@ -308,7 +315,10 @@ void Reducer::end_backward_by(Ending ending, void (Reducer::*step)(int64_t)) {
 // mistake.
 void Reducer::on_grad_ready(size_t param, bool defined) {
   const Lock lock(mutex_);
-  if (defined || options_.fail_on_unused || options_.static_graph) params_[param]->used = true;
+  if (defined || options_.fail_on_unused || options_.static_graph) {
+    params_[param]->used = true;
+    params_[param]->part_alone = false;
+  }
   if (backward_failed()) noting_errors([&] { forget_failed_backward(); });
   if (!backward_running_ && forwards_.bypassed(running_backward())) {
     note_backward();
@@ -502,7 +512,7 @@ void Reducer::finish_backward(int64_t generation) {
     contributors = await_contributors();
     for (const auto& action : std::exchange(at_end_, {})) action();
   });
-  const std::string change = usage_.find_change(planned_, log_.used());
+  const std::string change = usage_.find_change(planned_);
   end_step();
   forget_own();
   if (includes_dead) return rebuild(lock);
@@ -550,7 +560,7 @@ void Reducer::end_step() {
     }
   }
   watch_.end_step(missing);
-  for (const auto& param : params_) param->used = false;
+  for (const auto& param : params_) param->used = param->part_alone = false;
   backward_running_ = false;
   backwards_ = 0;
   log_.count_steps(++stats_.steps);
@@ -657,7 +667,10 @@ void Reducer::install(Plan plan, bool keep) {
   counts_ = used_counts();  // the buckets that hold the counts go
   for (size_t i = 0; i < params_.size(); ++i) {
     const bool planned = plan.places[i].bucket >= 0;
-    if (planned_[i] != planned) log_.forget_used();
+    if (planned_[i] != planned) {
+      log_.forget_used();
+      usage_.forget();
+    }
     planned_[i] = planned;
   }
   std::swap(plan, plan_);

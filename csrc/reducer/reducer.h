@@ -284,6 +284,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_capture() const;
   void check_repeated(size_t param, const Place& place) const;
   void note_backward();
+  void use_parts(const std::vector<size_t>& params);
   void begin_backward();
   void open_step();
   void withhold();

@@ -72,15 +72,19 @@ std::string UsageCheck::unused_indices(const std::vector<bool>& planned) const {
 
 // static_graph promises that every step uses the parameters of the first one. The averages are
 // right in any case, so all ranks finish the step before one of them complains.
-std::string UsageCheck::find_change(const std::vector<bool>& planned,
-                                    const std::vector<bool>& before) {
-  if (!options_.static_graph || before.empty()) return "";
+std::string UsageCheck::find_change(const std::vector<bool>& planned) {
+  if (!options_.static_graph) return "";
+  std::vector<bool> now;
+  for (const auto& param : params_) now.push_back(param->arrived());
+  const std::vector<bool> before = std::exchange(arrived_, now);
+  if (before.empty()) return "";
   std::vector<std::string> changed;
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (params_[i]->used && !before[i]) {
-      changed.push_back(concat(params_[i]->name, " (unused before)"));
-    } else if (is_unused(i, planned) && before[i]) {
-      changed.push_back(concat(params_[i]->name, " (used before)"));
+    const Parameter& param = *params_[i];
+    if (now[i] && !before[i]) {
+      changed.push_back(concat(param.name, " (unused before)"));
+    } else if (before[i] && !now[i] && planned[i] && param.tensor.requires_grad()) {
+      changed.push_back(concat(param.name, " (used before)"));
     }
   }
   if (changed.empty()) return "";

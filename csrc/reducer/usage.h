@@ -29,10 +29,11 @@ class UsageCheck {
 
   // At the end of a backward. `planned`: by index, whether a parameter is in a bucket.
   void end_backward(const std::vector<bool>& planned);
-  // Called after it. Returns how the promise of a static graph was broken, in words; empty if it
-  // was kept. `before`: the parameters that the last step used, empty before the first. After a
-  // break every forward is refused.
-  std::string find_change(const std::vector<bool>& planned, const std::vector<bool>& before);
+  // Called after it. Returns how the promise of a static graph was broken since the last step, in
+  // words; empty if it was kept, and in the first step. After a break every forward is refused.
+  std::string find_change(const std::vector<bool>& planned);
+  // Other parameters are trained from now on: the next step counts as the first.
+  void forget() { arrived_.clear(); }
   // At a forward: throws the error of the last backward, if there is one.
   void check_forward();
   // Returns the parameters that the last step left without gradient, if one of them is unused for
@@ -47,7 +48,8 @@ class UsageCheck {
   const Parameters& params_;
   const ReducerOptions& options_;
   int rank_;
-  std::vector<bool> told_;  // by parameter: it was unused before
+  std::vector<bool> told_;     // by parameter: it was unused before
+  std::vector<bool> arrived_;  // by parameter: its gradient did, in the last step
   std::vector<std::string> warning_;
   std::string next_error_;  // for one forward
   std::string refusal_;     // for all that follow

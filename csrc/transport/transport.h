@@ -32,7 +32,8 @@ struct Parameter {
   // Tensor that autograd accumulates into: of a DTensor, `tensor` is the local one, whose gradient
   // Python sets when one has been accumulated.
   at::Tensor leaf;
-  bool used = false;  // a gradient arrived since the last synchronisation
+  bool used = false;        // a gradient arrived since the last synchronisation, or:
+  bool part_alone = false;  // none did, but its gradient is this rank's part of an earlier mean
   // Set if the reducer checks for it: the average, and this rank's gradient, hold NaN or infinity.
   bool nonfinite = false;
   bool nonfinite_here = false;
@@ -42,6 +43,7 @@ struct Parameter {
   // have another dtype in backward.
   std::optional<at::ScalarType> stored = std::nullopt;
 
+  bool arrived() const { return used && !part_alone; }
   at::ScalarType dtype() const { return stored.value_or(tensor.scalar_type()); }
 };
 

@@ -488,6 +488,19 @@ def test_backwards_add_to_a_sum_with_a_divisor():
         assert found == [(zero, kind, wanted[kind]) for zero, kind in product(STAGES, SUMS)]
 
 
+def set_by_hand(rank, world):
+    """A script sets a gradient that no backward computes, the same on every rank."""
+    model = FastDDP(Two(), groups={"own.*": Group(groups_of(rank)[1], 4)}, static_graph=True)
+    model.module.own.weight.grad = torch.ones(4, 4)
+    for _ in range(4):
+        model((1.0, None)).backward()
+    return grads_of(model.module)[1]
+
+
+def test_a_gradient_without_use_changes_no_static_graph():
+    assert run_ranks(set_by_hand, 4) == [1.0] * 4
+
+
 def weighed(rank, world):
     """Three micro-batches a step, of which all or only the last one synchronise."""
     found = []

@@ -91,9 +91,16 @@ FAULTS = [
     Fault(
         "part-of-a-mean-without-use-not-averaged",
         "csrc/reducer/reducer.cpp",
-        "weighing_.start(backwards_)) params_.at(i)->used = true;",
-        "weighing_.start(backwards_)) (void)i;",
+        "use_parts(weighing_.start(backwards_));",
+        "weighing_.start(backwards_);",
         "tests/ddp/test_groups.py::test_backwards_add_to_a_sum_with_a_divisor",
+    ),
+    Fault(
+        "part-of-a-mean-changes-a-static-graph",
+        "csrc/reducer/reducer.cpp",
+        "param.part_alone = !param.arrived();",
+        "param.part_alone = false;",
+        "tests/ddp/test_groups.py::test_a_gradient_without_use_changes_no_static_graph",
     ),
     Fault(
         "earlier-mean-of-shards-not-multiplied",
@@ -133,8 +140,8 @@ FAULTS = [
     Fault(
         "unused-parameters-of-an-earlier-mean-stay-multiplied",
         "csrc/reducer/reducer.cpp",
-        "weighing_.begin_backward(accumulated)) params_.at(i)->used = true;",
-        "weighing_.begin_backward(accumulated)) (void)i;",
+        "use_parts(weighing_.begin_backward(accumulated));",
+        "weighing_.begin_backward(accumulated);",
         f"{MEANS}::test_parameters_without_use_stay_in_the_mean[2-False]",
     ),
     Fault(
@@ -1061,7 +1068,7 @@ FAULTS = [
     Fault(
         "stale-used-flags",
         "csrc/reducer/reducer.cpp",
-        "  for (const auto& param : params_) param->used = false;\n"
+        "  for (const auto& param : params_) param->used = param->part_alone = false;\n"
         "  backward_running_ = false;\n"
         "  backwards_ = 0;\n"
         "  log_.count_steps",
