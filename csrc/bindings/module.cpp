@@ -248,7 +248,13 @@ void bind_engine(py::module_& m) {
       .def("keeps_plan", &Reducer::keeps_plan, release, py::arg("number"))
       .def("forget_plans", &Reducer::forget_plans, release)
       .def("on_plan_due", &Reducer::on_plan_due, release, py::arg("fn"))
-      .def("compare_every", &Reducer::compare_every, release, py::arg("steps"), py::arg("differ"))
+      .def(
+          "compare_every",
+          [](Reducer& reducer, int64_t steps, std::function<void(std::vector<int64_t>)> differ,
+             std::vector<int64_t> ranks, std::vector<size_t> sets) {
+            reducer.compare_every(steps, std::move(differ), {std::move(ranks), std::move(sets)});
+          },
+          release, py::arg("steps"), py::arg("differ"), py::arg("ranks"), py::arg("sets"))
       .def("replica_digests", &Reducer::replica_digests, release)
       .def("accumulated", &Reducer::accumulated, release)
       .def("prepare_forward", &Reducer::prepare_forward, release, py::arg("captured") = false)

@@ -1383,9 +1383,11 @@ std::vector<int64_t> Reducer::await_contributors() {
 // [Note: comparing costs no Python]
 // Each rank digests its parameters and averages where they lie, in one pass. The digest of these
 // digests is one number of 64 bits, whose bits are summed up over the ranks like used flags. If the
-// ranks are alike, each bit is set on all ranks or on none. All ranks see the same sums and draw
-// the same conclusion, however many they are. Python is only called if they differ. It gets the
-// digests of single tensors as they were compared; memory may have changed since.
+// ranks are alike, each bit is set on all ranks or on none. Each part of the ranks that has a group
+// of parameters of its own has 64 bits of its own, too, which the others leave unset. All ranks see
+// the same sums and draw the same conclusion, however many they are. Python is only called if they
+// differ. It gets the digests of single tensors as they were compared; memory may have changed
+// since.
 //
 // All this happens before backward() returns. A sum that travelled with the next step's gradients
 // would cost no wait. But by then the optimizer would have stepped, perhaps on a wrong average.
@@ -1403,11 +1405,17 @@ bool is_whole(const at::Tensor& grad) {
 
 }  // namespace
 
-void Reducer::compare_every(int64_t steps, std::function<void(std::vector<int64_t>)> differ) {
+void Reducer::compare_every(int64_t steps, std::function<void(std::vector<int64_t>)> differ,
+                            ReplicaSets sets) {
   const Lock lock(mutex_);
   FS_CHECK_VALUE(steps > 0, "nothing can be compared every ", steps, " steps");
+  FS_CHECK_VALUE(sets.of.size() == params_.size(), "every parameter is in a set of replicas");
+  for (const size_t set : sets.of) {
+    FS_CHECK_VALUE(set < sets.ranks.size(), "there is no set ", set, " of replicas");
+  }
   compared_every_ = steps;
   differ_ = std::move(differ);
+  replicas_ = std::move(sets);
 }
 
 // Returns the averages by parameter, undefined where there is none. If no rank used a parameter,
@@ -1447,9 +1455,18 @@ std::vector<int64_t> Reducer::accumulated() const {
   return found;
 }
 
-bool Reducer::are_alike(int64_t digest) {
-  std::vector<bool> bits(kDigestBits);
-  for (size_t i = 0; i < kDigestBits; ++i) bits[i] = (static_cast<uint64_t>(digest) >> i) % 2 == 1;
+// Takes the digests of replica_digests().
+bool Reducer::are_alike(const std::vector<int64_t>& digests) {
+  std::vector<std::vector<int64_t>> in_set(replicas_.ranks.size());
+  for (size_t i = 0; i < digests.size(); ++i) {
+    in_set[replicas_.of[i % params_.size()]].push_back(digests[i]);
+  }
+  std::vector<bool> bits(in_set.size() * kDigestBits);
+  for (size_t set = 0; set < in_set.size(); ++set) {
+    if (in_set[set].empty()) continue;
+    const auto digest = static_cast<uint64_t>(ops::digest_of(in_set[set]));
+    for (size_t i = 0; i < kDigestBits; ++i) bits[set * kDigestBits + i] = (digest >> i) % 2 == 1;
+  }
   FlagExchange& exchange = exchange_in(alike_);
   exchange.abandon();  // a comparison that an error has ended
   exchange.start(bits, params_.front()->tensor.device());
@@ -1457,10 +1474,11 @@ bool Reducer::are_alike(int64_t digest) {
   exchange.wait([&](comm::InFlight& sum) {
     await_last_issued(sum, Phase::kComparing, "the comparison of what all ranks should have");
   });
-  const std::vector<int64_t> ranks = exchange.counts();
-  const int64_t all = routes_.group->size();
-  return std::all_of(ranks.begin(), ranks.end(),
-                     [all](int64_t count) { return count == 0 || count == all; });
+  const std::vector<int64_t> counts = exchange.counts();
+  for (size_t i = 0; i < counts.size(); ++i) {
+    if (counts[i] != 0 && counts[i] != replicas_.ranks[i / kDigestBits]) return false;
+  }
+  return true;
 }
 
 // At the end of a step, on all ranks.
@@ -1472,7 +1490,7 @@ void Reducer::compare() {
     const at::NoGradGuard no_grad;
     if (routes_.group->size() == 1) return;
     digests = replica_digests();
-    if (are_alike(ops::digest_of(digests))) return;
+    if (are_alike(digests)) return;
     differ = differ_;
   }
   differ(std::move(digests));

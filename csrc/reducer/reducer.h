@@ -101,6 +101,13 @@ struct Weighing {
   std::function<std::variant<double, at::Tensor>()> scale;
 };
 
+// Ranks that have the same parameters: all of them, and each part of the ranks that has a group of
+// parameters of its own.
+struct ReplicaSets {
+  std::vector<int64_t> ranks;  // how many are in each set
+  std::vector<size_t> of;      // by parameter, the set that has what this rank has
+};
+
 // Counters of this rank. Durations in seconds, sizes in bytes.
 struct ReducerStats {
   int64_t steps = 0;                // synchronised backwards
@@ -138,7 +145,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // After each synchronised step whose number in the training is a multiple of `steps`, with the
   // averages in place and nothing under way, the ranks compare their parameters and averages. If
   // these differ, each rank calls `differ` with its replica_digests().
-  void compare_every(int64_t steps, std::function<void(std::vector<int64_t>)> differ);
+  void compare_every(int64_t steps, std::function<void(std::vector<int64_t>)> differ,
+                     ReplicaSets sets);
   // Returns digests of all parameters, then of the averages of the last step, by parameter; 0 if
   // not all ranks have that average.
   std::vector<int64_t> replica_digests() const;
@@ -275,7 +283,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void attach_thawed();
   void call_what_is_due();
   void compare();
-  bool are_alike(int64_t digest);
+  bool are_alike(const std::vector<int64_t>& digests);
   std::vector<at::Tensor> averages() const;
   void call(Phase phase, const std::function<void()>& fn);
   void check_covers(const Plan& plan) const;
@@ -365,7 +373,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::function<void()>> at_end_;
   std::function<void()> plan_due_;
   std::function<void(std::vector<int64_t>)> differ_;
-  int64_t compared_every_ = 0;            // steps; 0: nothing is compared
+  int64_t compared_every_ = 0;  // steps; 0: nothing is compared
+  ReplicaSets replicas_;
   std::vector<double> divisors_;          // by group
   Weighing weighing_;                     // empty without weights
   bool weighed_ = false;                  // the scale of the running step is known

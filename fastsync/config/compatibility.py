@@ -273,7 +273,6 @@ ROWS = (
     Row("groups", "sync", "rounds average over all ranks"),
     Row("groups", "elastic", "parameters may die with their ranks"),
     Row("groups", "on_skip", "contributors are counted over all ranks"),
-    Row("groups", "replicas", "ranks have different parameters"),
     Row(
         "groups",
         "hierarchical wire",

@@ -1,5 +1,5 @@
 """Comparison, bit for bit, of what all ranks should have alike: parameters, and averages of
-gradients.
+gradients. Parameters of a group are compared among its ranks.
 
 A flipped bit in one rank's memory raises no error, and each step that follows carries it on. So at
 the end of every so many synchronised backwards each rank digests what it has, and the ranks compare
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from fastsync._torch import without_modes
 from fastsync.config.fault_policies import ReplicaPolicy
 from fastsync.faults.wording import name_ranks
 from fastsync.reducer.engine import Engine
-from fastsync.reducer.monitor import explained, watched, watched_call
+from fastsync.reducer.monitor import explained, gather_watched, watched, watched_call
 from fastsync.reducer.optimizer_hooks import StepWatcher, watch_steps
 from fastsync.reducer.weak_calls import weakly
 
@@ -64,13 +64,15 @@ class _Finding:
         index: index of the parameter.
         what: a description of the tensor.
         tensor: this rank's tensor; None where it has none, which is not repaired.
-        wrong: the ranks that differ from the majority; all where there is none.
+        ranks: those that should have it alike.
+        wrong: those of them that differ from the majority; all where there is none.
         source: the first rank of the majority; None where there is none, or it has no such tensor.
     """
 
     index: int
     what: str
     tensor: torch.Tensor | None
+    ranks: list[int]
     wrong: list[int]
     source: int | None
 
@@ -87,8 +89,21 @@ class ReplicaGuard(StepWatcher):
         self._engine, self._policy = engine, policy
         # In the order of their first steps.
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
-        engine.core.compare_every(policy.every, weakly(self.on_difference))
+        self._groups = [engine.group_of(param) for param in engine.params]  # by parameter
+        self._parts = _parts_of(engine)
+        self._compare_every(policy.every)
         watch_steps(self)
+
+    def _compare_every(self, steps: int) -> None:
+        """Let the reducer compare each part of the ranks that should have something alike."""
+        rank = self._engine.group.rank()
+        sizes: list[int] = []
+        mine: list[int] = []  # this rank's part, by group
+        for parts in self._parts:
+            mine.append(len(sizes) + next(i for i, part in enumerate(parts) if rank in part))
+            sizes += map(len, parts)
+        sets = [mine[number] for number in self._groups]
+        self._engine.core.compare_every(steps, weakly(self.on_difference), sizes, sets)
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._optimizers.setdefault(optimizer, None)
@@ -124,29 +139,39 @@ class ReplicaGuard(StepWatcher):
         return self._engine.params[0].tensor.device
 
     def _locate(self, rows: Sequence[Sequence[int]]) -> list[_Finding]:
-        params = self._engine.params
         findings = []
         for place, digests in enumerate(zip(*rows, strict=True)):
-            (digest, count), *others = Counter(digests).most_common()
-            if not others:
-                continue
-            is_average, index = divmod(place, len(params))
-            param = params[index].tensor
-            kind = "the average gradient of parameter" if is_average else "parameter"
-            held = param.grad if is_average else param
-            known = 2 * count > len(digests)
-            wrong = [r for r, other in enumerate(digests) if other != digest or not known]
-            # A tensor that some rank lacks cannot be sent to it in place.
-            source = digests.index(digest) if known and _ABSENT not in digests else None
-            what = f"{kind} {params[index].name!r}"
-            findings.append(_Finding(index, what, held, wrong, source))
+            is_average, index = divmod(place, len(self._groups))
+            for ranks in self._parts[self._groups[index]]:
+                its = {rank: digests[rank] for rank in ranks}
+                if len(set(its.values())) > 1:
+                    findings.append(self._finding(index, bool(is_average), its))
         return sorted(findings, key=lambda finding: finding.index)
+
+    def _finding(self, index: int, is_average: bool, digests: Mapping[int, int]) -> _Finding:
+        """
+        Args:
+            digests: by rank, of those that should have it alike.
+        """
+        name, param = self._engine.params[index].name, self._engine.params[index].tensor
+        kind = "the average gradient of parameter" if is_average else "parameter"
+        held = param.grad if is_average else param
+        ((digest, count),) = Counter(digests.values()).most_common(1)
+        known = 2 * count > len(digests)
+        wrong = [rank for rank, other in digests.items() if other != digest or not known]
+        # A tensor that some rank lacks cannot be sent to it in place.
+        whole = known and _ABSENT not in digests.values()
+        source = next(rank for rank, its in digests.items() if its == digest) if whole else None
+        what = f"{kind} {name!r}"
+        if self._groups[index]:
+            what += f", which {name_ranks(list(digests))} should have alike"
+        return _Finding(index, what, held, list(digests), wrong, source)
 
     def _error(self, findings: Sequence[_Finding], step: int) -> ReplicaError:
         first, *others = findings
         differing = f"{name_ranks(first.wrong)} {'differs' if len(first.wrong) == 1 else 'differ'}"
         more = f", and {len(others)} more tensors differ" if others else ""
-        if len(first.wrong) < self._engine.group.size():
+        if len(first.wrong) < len(first.ranks):
             text = f"{differing} from the other ranks in {first.what}"
             remedy = "A rank that differs again and again has a broken machine"
         else:
@@ -167,26 +192,39 @@ class ReplicaGuard(StepWatcher):
         )
 
     def _repair(self, finding: _Finding) -> None:
-        """Copy what the majority has, and its optimizers' state, to every rank. Collective."""
-        group, tensor = self._engine.group, finding.tensor
-        assert tensor is not None and finding.source is not None
+        """Copy what the majority has, and its optimizers' state, to its ranks. Collective there."""
+        tensor, rank = finding.tensor, self._engine.group.rank()
+        if rank not in finding.ranks:
+            return
+        assert tensor is not None
         flat = tensor.detach().resolve_conj().resolve_neg().clone().reshape(-1).contiguous()
-        bits, source = flat.view(torch.uint8), finding.source
+        group, source = self._sender(finding)
+        bits = flat.view(torch.uint8)
         send = partial(dist.broadcast, bits, group_src=source, group=group, async_op=True)
         watched(group, _PLACE, send)
-        is_wrong = group.rank() in finding.wrong
+        is_wrong = rank in finding.wrong
         if is_wrong:
             with torch.no_grad():
                 tensor.copy_(flat.view(tensor.shape))
-        if finding.what.startswith("parameter") and self._engine.policy.zero.stage == 0:
+        is_shared = self._engine.policy.zero.stage > 0 and not self._groups[finding.index]
+        if finding.what.startswith("parameter") and not is_shared:
             self._repair_states(finding, is_wrong)
+
+    def _sender(self, finding: _Finding) -> tuple[dist.ProcessGroup, int]:
+        """Return the group of a finding's ranks, and the place of its source in it."""
+        assert finding.source is not None
+        whole, number = self._engine.group, self._groups[finding.index]
+        if number == 0:
+            return whole, finding.source
+        group = self._engine.policy.groups[number - 1].process_group
+        return group, dist.get_group_rank(group, dist.get_global_rank(whole, finding.source))
 
     def _repair_states(self, finding: _Finding, is_wrong: bool) -> None:
         """Repair the state of the optimizer, which may hold what corrupted the parameter."""
         param = self._engine.params[finding.index].tensor
         states = [o.state[param] for o in self._optimizers if param in o.state]
         told: list[Any] = [[_on_host(state) for state in states]]
-        group, source = self._engine.group, finding.source
+        group, source = self._sender(finding)
         send = partial(
             dist.broadcast_object_list, told, group_src=source, group=group, device=self._device
         )
@@ -209,6 +247,22 @@ class ReplicaGuard(StepWatcher):
                     finding.what,
                     finding.source,
                 )
+
+
+def _parts_of(engine: Engine) -> list[list[list[int]]]:
+    """Return the ranks that have parameters alike: of the model, and by group, in parts.
+
+    Collective with groups.
+    """
+    found = [[list(range(engine.group.size()))]]
+    mine = [group.ranks for group in engine.policy.groups]
+    everyones = gather_watched(mine, engine.group, _PLACE) if mine else []
+    for number in range(len(mine)):
+        parts: dict[tuple[int, ...], list[int]] = {}
+        for rank, ranks_of in enumerate(everyones):
+            parts.setdefault(ranks_of[number], []).append(rank)
+        found.append(list(parts.values()))
+    return found
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:

@@ -154,15 +154,19 @@ class Engine:
     def _make_group_means(self, leaves: Sequence[torch.Tensor]) -> GroupMeans | None:
         parts = {}
         for index, param in enumerate(self._params):
-            if number := self._group_of.get(param.name):
+            if number := self.group_of(param):
                 its = self.policy.groups[number - 1]
                 if its.divisor != len(its.ranks):
                     parts[index] = its.divisor / len(its.ranks)
         return GroupMeans(leaves, parts) if parts else None
 
+    def group_of(self, param: NamedParam) -> int:
+        """Return which of `policy.groups` averages a parameter, from 1 on; 0: all ranks do."""
+        return self._group_of.get(param.name, 0)
+
     def _ranks_of(self, param: NamedParam) -> int:
         """Return how many ranks average a parameter."""
-        number = self._group_of.get(param.name, 0)
+        number = self.group_of(param)
         return len(self.policy.groups[number - 1].ranks) if number else self._group.size()
 
     @property

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -333,7 +334,7 @@ def called(rank, world):
     """How often Python is called, of six steps."""
     model = FastDDP(net(), faults=Faults(replicas=ReplicaPolicy(every=1)))
     calls = []
-    model._engine.core.compare_every(2, calls.append)
+    model._engine.core.compare_every(2, calls.append, [world], [0] * 6)
 
     def before_step(step):
         if (rank, step) == (1, 4):
@@ -350,6 +351,75 @@ def test_python_is_called_where_ranks_differ_alone():
     assert first == third
     (mine, _), (theirs, _) = first, second
     assert [i for i, pair in enumerate(zip(mine, theirs, strict=True)) if len(set(pair)) > 1] == [1]
+
+
+GROUPED = "2.weight"  # the ranks 0, 1 and 2 have it alike, and rank 3 alone
+
+
+def in_groups(rank, **options):
+    """A model whose middle layer the ranks of a group have alike, and the others another one."""
+    parts = [dist.new_group(ranks) for ranks in ([0, 1, 2], [3])]
+    module = net()
+    with torch.no_grad():
+        module[2].weight.mul_(1 + rank // 3)
+    return FastDDP(module, groups={"2.*": parts[rank // 3]}, **options)
+
+
+def flipped_in_groups(rank, world, name, wrong, zero):
+    model = in_groups(rank, zero=zero, faults=Faults(replicas=ReplicaPolicy(every=EVERY)))
+
+    def before_step(step):
+        if (rank, step) == (wrong, EVERY):
+            with torch.no_grad():
+                model.module.get_parameter(name)[0] += 1
+
+    with pytest.raises(ReplicaError) as caught:
+        loop(model, rank, EVERY, before_step)
+    return caught.value.parameters, caught.value.ranks, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, wrong, zero", [(GROUPED, 1, 0), (GROUPED, 0, 2), ("0.weight", 3, 0), ("0.weight", 3, 1)]
+)
+def test_parameters_of_a_group_are_compared_among_its_ranks(name, wrong, zero):
+    for parameters, ranks, text in run_ranks(flipped_in_groups, 4, name, wrong, zero):
+        assert (parameters, ranks) == ([name], [[wrong]])
+        assert ("which ranks 0-2 should have alike" in text) == (name == GROUPED)
+
+
+def repaired_in_groups(rank, world, zero, what):
+    """Rank 1's is corrupted just before a comparison; with what a sound run ends with."""
+    sound = loop(in_groups(rank, zero=zero), rank, 2 * EVERY, make=momentum)
+    policy = Faults(replicas=ReplicaPolicy(every=EVERY, repair=True))
+    model = in_groups(rank, zero=zero, faults=policy)
+    param = model.module.get_parameter(GROUPED)
+
+    def corrupt():
+        (param if what == "weight" else param.grad).detach()[0] += 1
+        for state in model_optimizers[0].state[param].values() if what == "weight" else ():
+            state.zero_()
+
+    model_optimizers = []
+
+    def make(params, lr):
+        model_optimizers.append(momentum(params, lr))
+        return model_optimizers[0]
+
+    def before_step(step):
+        if (rank, step) == (1, EVERY):
+            model._engine.core.at_end(corrupt)
+
+    return loop(model, rank, 2 * EVERY, before_step, make=make), sound
+
+
+@pytest.mark.parametrize("what", ["weight", "average"])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_repair_in_a_group_leaves_no_trace(zero, what):
+    results = run_ranks(repaired_in_groups, 4, zero, what)
+    for found, sound in results:
+        assert all(map(torch.equal, found, sound))
+    (first, _), *_, (last, _) = results
+    assert not torch.equal(first[2], last[2]), "the parts have others"
 
 
 class Branches(nn.Module):

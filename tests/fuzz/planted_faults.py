@@ -590,6 +590,14 @@ FAULTS = [
         "tests/faults/test_replicas.py::test_two_ranks_have_no_majority[True]",
     ),
     Fault(
+        "ranks-of-a-group-are-compared-with-others",
+        "fastsync/ddp/replica_check.py",
+        "for ranks in self._parts[self._groups[index]]:",
+        "for ranks in self._parts[0]:",
+        "tests/faults/test_replicas.py::"
+        "test_parameters_of_a_group_are_compared_among_its_ranks[2.weight-1-0]",
+    ),
+    Fault(
         "repair-without-the-optimizer",
         "fastsync/ddp/replica_check.py",
         "            self._repair_states(finding, is_wrong)",

@@ -188,11 +188,12 @@ def train(job, members, steps):
                     ranks[rank].params[i].copy_(outer[i] if isinstance(mode, DiLoCo) else mean)
 
     for step in range(1, steps + 1):
-        now = [its for since, its in members if since <= step][-1]
-        old = [rank for rank in present if rank in now]
-        for place, rank in enumerate(rank for rank in now if rank not in present):
-            ranks[rank] = joined(job, ranks[old[place % len(old)]])
-        present = now
+        # One may join in a step that another one is too late for, after it has given what it had.
+        for now in (its for since, its in members if since == step):
+            old = [rank for rank in present if rank in now]
+            for place, rank in enumerate(rank for rank in now if rank not in present):
+                ranks[rank] = joined(job, ranks[old[place % len(old)]])
+            present = now
         for rank in present:
             ranks[rank].backward(rank, step)
         if step <= mode.warmup:

@@ -197,12 +197,11 @@ def with_groups(drawn, seed, world):
         return drawn
     if rng.random() < 0.7:
         return drawn
-    options = {name: value for name, value in drawn.options.items() if name != "replicas"}
     divisors = rng.choice(((None, world), (world,), (None, 3)))
     grouped = tuple(
         Apart(rng.random(), rng.random(), rng.choice(divisors)) for _ in range(rng.choice((1, 2)))
     )
-    return replace(drawn, options=options, grouped=grouped)
+    return replace(drawn, grouped=grouped)
 
 
 def may_be_cut(drawn):
