@@ -428,7 +428,8 @@ void Reducer::start_flags() {
 
 Packing Reducer::packing(size_t group) const {
   Packing how;
-  how.scale = weighed_ ? scale_ : ops::Scale(1.0 / divisors_[group]);
+  // A communication hook divides what it reduces.
+  how.scale = weighed_ ? scale_ : ops::Scale(routes_.hook ? 1.0 : 1.0 / divisors_[group]);
   how.vote = votes() && watch_.vote();
   how.check_finite = options_.check_finite;
   how.squares = squares_;

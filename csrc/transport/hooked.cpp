@@ -1,7 +1,6 @@
 // Transport of buckets that a communication hook reduces.
 //
-// The buffer belongs to the hook while the hook runs, so it holds only gradients, as they were
-// computed. The hook gets one view of it, and the same view each step: backends that keep their
+// The buffer belongs to the hook while the hook runs, so it holds only gradients. The hook gets one view of it, and the same view each step: backends that keep their
 // input for a while then keep no new memory.
 #include <utility>
 
@@ -34,18 +33,6 @@ class Hooked final : public Flat {
   bool is_users() const override { return true; }
   // The bytes of a hook that sends the buffer as it is.
   int64_t sent_bytes() const override { return 2 * bytes() * (ranks_ - 1) / ranks_; }
-
-  void pack(const Packing& how) override {
-    Packing as_computed = how;
-    as_computed.scale = 1.0;
-    Flat::pack(as_computed);
-  }
-
-  void take(size_t slot, const Packing& how) override {
-    Packing as_computed = how;
-    as_computed.scale = 1.0;
-    Flat::take(slot, as_computed);
-  }
 
   void receive(const at::Tensor& result) override {
     Flat::receive(result);

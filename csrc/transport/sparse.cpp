@@ -49,9 +49,9 @@ class Sparse final : public Transport {
     if (!grad.defined()) {
       rows_ = empty_rows(param);
     } else if (grad.is_sparse()) {
-      const ops::Scale scale = is_users() ? ops::Scale() : how.scale;
       const at::Tensor rows = grad.to(param.dtype());
-      rows_ = (scale.tensor.defined() ? rows.mul(scale.tensor) : rows.mul(scale.value)).coalesce();
+      const ops::Scale& by = how.scale;
+      rows_ = (by.tensor.defined() ? rows.mul(by.tensor) : rows.mul(by.value)).coalesce();
     }
   }
 

@@ -103,7 +103,7 @@ struct Routes {
 
 // How a step's gradients are taken.
 struct Packing {
-  ops::Scale scale;           // 1 / divisor, applied before the sum
+  ops::Scale scale;           // what gradients are multiplied by, before the sum
   bool vote = false;          // this rank votes for a new plan
   bool missed = false;        // this rank had no gradient for some slot
   bool check_finite = false;  // for NaN and infinity

@@ -288,11 +288,6 @@ ROWS = (
         "use fastsync.Group(group, divisor=dist.get_world_size())",
     ),
     Row(
-        "weights",
-        "communication hook",
-        "a hook divides its buffers by the number of ranks",
-    ),
-    Row(
         "sync",
         "zero with masters",
         "rounded parameters are averaged, and would become the masters",

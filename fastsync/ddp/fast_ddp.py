@@ -499,8 +499,7 @@ class FastDDP(Front):
     def _weights(self) -> MeanWeights:
         engine = self._engine
         if engine.weights is None:
-            hooked = self._policy.hooked or bool(self._comm_hooks)
-            compatibility.check(Setup(self._policy, hook=hooked, weights=True))
+            compatibility.check(Setup(self._policy, weights=True))
             params = [param.tensor for param in engine.params]
             return engine.use_weights(partial(averages, params), partial(is_spread, params))
         return engine.weights
@@ -510,7 +509,8 @@ class FastDDP(Front):
 
         As in DistributedDataParallel, `bucket` is a `torch.distributed.GradBucket` whose buffer
         has not been divided, and the hook returns a future of the reduced buffer. Unlike there, a
-        hook may be replaced by another between two steps.
+        hook may be replaced by another between two steps. In a step with `add_weight()` the buffer
+        has been multiplied by ranks / sum of all weights, so that a mean over ranks is the mean.
 
         Raises:
             ValueError: the model has a feature that does not combine with it; see
@@ -518,8 +518,6 @@ class FastDDP(Front):
         """
         self._check_comm_hook(hook)
         compatibility.check(Setup(self._policy, hook=True))
-        weighted = self._engine.weights is not None
-        compatibility.check(Setup(self._policy, hook=True, weights=weighted))
         self._make_gradients_whole()
         self.logger._set_comm_hook_name(hook.__qualname__)
         self._comm_hooks = [(hook, state)]

@@ -364,7 +364,7 @@ class Context(StepWatcher, Generic[S]):
                     "with add_weight() all units send their gradients in the same backwards, to "
                     "all replicas, and without a divisor of their own"
                 )
-            self.weights.start(self._backwards, self.units()[0].place.ranks)
+            self.weights.start(self._backwards, 1.0 / self.units()[0].place.ranks)
         if sends:
             self._backwards = 0
 

@@ -320,7 +320,10 @@ class Engine:
         return []
 
     def _start_weighted(self, weights: MeanWeights, backwards: int) -> list[int]:
-        weights.start(backwards, self._divisor)
+        if self.policy.hooked:
+            weights.start(backwards, 1.0, float(self._group.size()))
+        else:
+            weights.start(backwards, 1.0 / self._divisor)
         self.core.at_end(weights.note_mean)
         return []
 

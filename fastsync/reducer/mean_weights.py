@@ -174,7 +174,7 @@ class MeanWeights:
         self._rendezvous = make_rendezvous(group, f"weights-{name}", Env.read().agree_timeout)
         self._have_met = False
         self._new: Number | None = None  # weight of the running step's mean; None: it has none
-        self._divisor = float(self._world)  # of a step without weights
+        self._unweighted, self._hook_divisor = 1.0 / self._world, 1.0
         self._step = 0
         self._status = _Status.NONE  # of this rank in the running step
         self.is_open = False
@@ -285,14 +285,15 @@ class MeanWeights:
             self._given.mistake = _Status.HALF_CLEARED
         return kept
 
-    def start(self, backwards: int, divisor: float) -> None:
+    def start(self, backwards: int, unweighted: float, hook_divisor: float = 1.0) -> None:
         """Start to add up the weights of all ranks. Collective.
 
         Args:
             backwards: backwards since the last step, under `no_sync()` too, and the running one.
-            divisor: of the sums of gradients, where no rank has given a weight.
+            unweighted: factor of gradients where no rank has given a weight.
+            hook_divisor: number that a communication hook divides by afterwards; 1: there is none.
         """
-        self._divisor = divisor
+        self._unweighted, self._hook_divisor = unweighted, hook_divisor
         if not self._have_met:
             self._rendezvous.meet("the others to give weights", remedy=_REMEDY)
             self._have_met = True
@@ -394,7 +395,7 @@ class MeanWeights:
         total = float(added + earlier)
         if _are_plain(statuses) and self.divides is None:
             self._new, self._total = None, 0.0
-            return 1.0 / self._divisor
+            return self._unweighted
         if problem := _problem(total, statuses):
             raise _no_mean(self._step, problem)
         self._new = self._total = total
@@ -404,7 +405,7 @@ class MeanWeights:
             self.divides.agree(self._step, rows)
         for average in later:
             average.mul_(earlier / total)
-        return 1.0 / total
+        return self._hook_divisor / total
 
     def _scale_there(self, earlier: Number, later: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the factor, NaN where the weights make no mean. See
@@ -427,8 +428,8 @@ class MeanWeights:
         self._unseen.append((event, self._step, on_host))
         self._new = None if self._status == _Status.NONE else total
         self._total = torch.where(all_are(_Status.NONE), 0.0, total)
-        scale = torch.where(fits, 1.0 / total, math.nan)
-        return torch.where(all_are(_Status.NONE), 1.0 / self._divisor, scale)
+        scale = torch.where(fits, self._hook_divisor / total, math.nan)
+        return torch.where(all_are(_Status.NONE), self._unweighted, scale)
 
     def note_mean(self) -> None:
         """Note the gradients that hold the mean, at the end of the step."""

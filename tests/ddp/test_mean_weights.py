@@ -5,7 +5,9 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from fastsync import FastDDP
 from tests.helpers.teams import run_ranks
@@ -52,6 +54,18 @@ def expected(splits, steps):
                 (loss_of(model, rank, step, micro, count) / total).backward()
         found.append([p.grad for p in model.parameters()])
     return found
+
+
+def mean_of_rows(state, bucket):
+    """Averages dense and sparse buckets, as a script may."""
+    flat = bucket.buffer().to_dense()
+    work = dist.all_reduce(flat, async_op=True).get_future()
+
+    def mean(done):
+        found = flat / dist.get_world_size()
+        return found.to_sparse(1) if bucket.buffer().is_sparse else found
+
+    return work.then(mean)
 
 
 def give(model, loss, count, form):
@@ -455,16 +469,55 @@ def test_a_weight_is_one_number():
     assert all(len(texts) == 3 for texts in run_ranks(not_numbers, 2))
 
 
-def refused(rank, world):
-    model = FastDDP(net())
-    model.add_weight(1)
-    try:
-        model.register_comm_hook(None, lambda state, bucket: None)
-    except ValueError as error:
-        return str(error)
-    return ""
+class Looked(nn.Module):
+    """Has a parameter whose gradient is sparse, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.rows = net(), nn.Embedding(4, 3, sparse=True)
+        self.rows.weight.data = whole((4, 3), torch.Generator().manual_seed(1))
+
+    def forward(self, x):
+        return self.net(x) + self.rows(torch.arange(len(x)) % 4)
 
 
-def test_a_hook_after_a_weight_is_refused():
-    for text in run_ranks(refused, 2):
-        assert "add_weight() does not go with a communication hook" in text
+def hooked(rank, world, splits, make, hook, late):
+    """Return the gradients of two steps with weights and of one without."""
+    torch.manual_seed(0)
+    model = FastDDP(make(), bucket_cap_mb=0.0005)
+    if not late:
+        model.register_comm_hook(None, hook)
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        for micro, count in enumerate(splits[rank]):
+            last = micro == len(splits[rank]) - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                if step < 2:
+                    model.add_weight(count)
+                loss_of(model, rank, step, micro, count).backward()
+        found.append([p.grad.to_dense().clone() for p in model.module.parameters()])
+        if late and step == 0:
+            model.register_comm_hook(None, hook)
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "make, hook, bound",
+    [
+        (net, default_hooks.allreduce_hook, 2**-23),
+        (net, default_hooks.fp16_compress_hook, 2**-10),
+        (Looked, mean_of_rows, 2**-23),
+    ],
+    ids=["allreduce", "fp16", "sparse"],
+)
+def test_a_hook_reduces_gradients_that_weights_have_scaled(make, hook, bound, late):
+    splits, steps = THREE, []
+    for step in range(3):
+        model, total = make().double(), 3 if step == 2 else sum(map(sum, splits))
+        for rank, counts in enumerate(splits):
+            for micro, count in enumerate(counts):
+                (loss_of(model, rank, step, micro, count) / total).backward()
+        steps.append([p.grad.to_dense() for p in model.parameters()])
+    assert farthest(run_ranks(hooked, 3, splits, make, hook, late), steps) <= bound

@@ -42,9 +42,16 @@ FAULTS = [
     Fault(
         "mean-over-ranks-in-spite-of-weights",
         WEIGHTS,
-        "        return 1.0 / total\n",
-        "        return 1.0 / self._world\n",
+        "        return self._hook_divisor / total\n",
+        "        return self._hook_divisor / self._world\n",
         f"{MEANS}::test_gradients_are_those_of_one_process[even-no_sync-0]",
+    ),
+    Fault(
+        "a-hook-divides-what-weights-have-divided",
+        "fastsync/reducer/engine.py",
+        "weights.start(backwards, 1.0, float(self._group.size()))",
+        "weights.start(backwards, 1.0)",
+        f"{MEANS}::test_a_hook_reduces_gradients_that_weights_have_scaled[allreduce-False]",
     ),
     Fault(
         "weight-of-the-last-micro-batch-lost",
@@ -105,8 +112,8 @@ FAULTS = [
     Fault(
         "earlier-mean-of-shards-not-multiplied",
         WEIGHTS,
-        "            average.mul_(earlier / total)\n        return 1.0 / total",
-        "            average.mul_(1.0)\n        return 1.0 / total",
+        "            average.mul_(earlier / total)\n        return self._hook_divisor",
+        "            average.mul_(1.0)\n        return self._hook_divisor",
         f"{MEANS}::test_gradients_are_those_of_one_process[even-no_sync-2]",
     ),
     Fault(
@@ -1069,7 +1076,7 @@ FAULTS = [
     Fault(
         "sum-instead-of-mean",
         "csrc/reducer/reducer.cpp",
-        "how.scale = weighed_ ? scale_ : ops::Scale(1.0 / divisors_[group]);",
+        "how.scale = weighed_ ? scale_ : ops::Scale(routes_.hook ? 1.0 : 1.0 / divisors_[group]);",
         "how.scale = weighed_ ? scale_ : ops::Scale(1.0);",
         "tests/ddp/test_unused.py::test_every_pattern_of_use[options0]",
     ),

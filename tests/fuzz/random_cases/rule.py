@@ -263,7 +263,7 @@ class _Parameter:
             dtypes.append(torch.float16)
         bounds = [torch.finfo(dtype).max for dtype in dtypes if dtype is not None]
         if drawn.hook_dtype is not None:  # torch's hooks make gradients narrow, and then divide
-            bounds.append(torch.finfo(drawn.hook_dtype).max * self.scale)
+            bounds.append(torch.finfo(drawn.hook_dtype).max / self.wrapped.seat.world)
         return min(bounds) / 2
 
     def _scale(self):

@@ -499,7 +499,7 @@ def weighted(wrapped):
 def may_weigh(wrapped):
     drawn = wrapped.drawn
     divided_alike = all(each.divisor == wrapped.seat.world for each in drawn.grouped)
-    return outputs_are_seen(wrapped) and free_use(wrapped) and not drawn.hook and divided_alike
+    return outputs_are_seen(wrapped) and free_use(wrapped) and divided_alike
 
 
 def reset_in_between(wrapped):
