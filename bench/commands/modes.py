@@ -4,8 +4,10 @@
 
 The models of `bench curves` are trained from the same weights on the same batches, in each mode of
 `sync=`, several times with other batches. The loss that counts is that of held-out data after the
-last step, once all ranks have averaged. `calm` has an outer momentum of 0.5, and `SparseLoCo` is
-DiLoCo with an outer learning rate of 1 and error feedback in place of outer momentum.
+last step, once all ranks have averaged. With `--pretrain` all begin with weights that have been
+trained before, as published trainings of DiLoCo do. `calm` has an outer momentum of 0.5, and
+`SparseLoCo` is DiLoCo with an outer learning rate of 1 and error feedback in place of outer
+momentum.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from functools import partial
 from itertools import product
 from statistics import mean
 from typing import Any
+
+from torch import nn
 
 from bench.commands.curves import TASKS, Curve, Task, train
 from bench.measure import benchmark as b
@@ -47,23 +51,43 @@ def with_seed(task: Task, seed: int) -> Task:
     return replace(task, batch=lambda rank, step: task.batch(rank, step + seed * SEED_STEPS))
 
 
+def pretrained(task: Task, steps: int, group: Group) -> Task:
+    """Return the same from weights that `steps` steps have made, with averages of gradients."""
+    module = task.build()
+    train(replace(task, build=lambda: module), MODES[REFERENCE], steps, group)
+    weights = module.state_dict()
+
+    def build() -> nn.Module:
+        fresh = task.build()
+        fresh.load_state_dict(weights)
+        return fresh
+
+    return replace(task, build=build)
+
+
 @b.benchmark(
     argument("--tasks", "to learn", "all", type=b.names("task", TASKS)),
     argument("--modes", "to train in", "all", type=b.names("mode", MODES)),
     argument("--steps", "of every training; far fewer say little", STEPS, type=whole),
     argument("--seeds", "trainings in each mode", SEEDS, type=whole),
+    argument(
+        "--pretrain", "steps that make the weights to begin with", 0, type=partial(whole, least=0)
+    ),
     b.RANKS,
 )
 def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
     """Return how far losses are above those of every step, and the bytes that a rank sends."""
     modes = dict.fromkeys((REFERENCE, *args.modes))
     found = {task: {mode: list[Curve]() for mode in modes} for task in args.tasks}
-    for task, curves in found.items():
+    for name, curves in found.items():
+        task = TASKS[name]()
+        if args.pretrain:
+            task = pretrained(with_seed(task, args.seeds), args.pretrain, group)
         for mode, seed in product(modes, range(args.seeds)):
-            curve = train(with_seed(TASKS[task](), seed), MODES[mode], args.steps, group)
+            curve = train(with_seed(task, seed), MODES[mode], args.steps, group)
             curves[mode].append(curve)
             if group.is_main:
-                print(f"{task} in {mode}: loss {curve.final:.4f}", flush=True)
+                print(f"{name} in {mode}: loss {curve.final:.4f}", flush=True)
     rows = []
     for mode in modes:
         cells = [f"`{mode}`"]
@@ -79,5 +103,6 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         task: {mode: list(its[0].points) for mode, its in curves.items()}
         for task, curves in found.items()
     }
-    title = f"loss of held-out data after {args.steps} steps on {group.world} ranks"
+    began = f", which {args.pretrain} others preceded," if args.pretrain else ""
+    title = f"loss of held-out data after {args.steps} steps{began} on {group.world} ranks"
     yield b.table(title, headers, rows, lines=lines)
