@@ -71,12 +71,8 @@ class LocalSGD(_Mode):
 
     def __post_init__(self) -> None:
         _check_number(self, "every", 1)
-        _check_number(self, "warmup", 0)
+        _check_warmup(self)
         _check_within(self)
-        if self.warmup and self.part_size > 1:
-            raise ValueError(
-                "sync: warmup averages gradients over all ranks, within= over some; leave one out"
-            )
 
 
 @dataclass(frozen=True)
@@ -97,6 +93,7 @@ class DiLoCo(_Mode):
             difference of the same elements, in any format.
         alpha: part of this rank's own parameters that a merge keeps; None: 0.5 with `overlap`, else
             0, after which all ranks have the same.
+        warmup: as of `LocalSGD`. Outer parameters are what these steps have made.
         within: as of `LocalSGD`. Differences are averaged between these groups.
 
     Raises:
@@ -110,10 +107,12 @@ class DiLoCo(_Mode):
     overlap: int = 0
     wire: Wire | Choice = "fp32"
     alpha: float | None = None
+    warmup: int = 0
     within: Within = 1
 
     def __post_init__(self) -> None:
         _check_number(self, "every", 1)
+        _check_warmup(self)
         _check_within(self)
         _check_number(self, "fragments", 1)
         _check_number(self, "overlap", 0)
@@ -216,6 +215,14 @@ def _check_number(mode: object, name: str, least: int) -> None:
         raise TypeError(f"sync: {name} must be a whole number, but is {value!r}")
     if value < least:
         raise ValueError(f"sync: {name} must be at least {least}, but is {value}")
+
+
+def _check_warmup(mode: SyncMode) -> None:
+    _check_number(mode, "warmup", 0)
+    if mode.warmup and mode.part_size > 1:
+        raise ValueError(
+            "sync: warmup averages gradients over all ranks, within= over some; leave one out"
+        )
 
 
 def _check_within(mode: SyncMode) -> None:

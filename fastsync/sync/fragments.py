@@ -42,6 +42,9 @@ class Fragment:
         """Return whether it has been sent and not merged."""
         return self._pending is not None
 
+    def begin_rounds(self) -> None:
+        """Begin with what the parameters are now: the same on all ranks."""
+
     def send(self, check: Callable[[], None], due: int) -> None:
         """Start the average.
 
@@ -201,6 +204,9 @@ class OuterFragment(Fragment):
         self._lost = self._residual  # by codes on their way; the residual, once they are merged
         if mode.codec is not None:
             self._codes = Codes(mode.codec, params.numel, params.kept)
+
+    def begin_rounds(self) -> None:
+        self._outer = self.params.pack()
 
     def _start(self) -> Pending:
         with torch.no_grad():

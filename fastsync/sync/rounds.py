@@ -345,6 +345,8 @@ class _OptimizerRounds:
         self.steps += 1
         step = self.steps - self._origin
         for fragment in self._fragments.values():
+            if self.steps == self._mode.warmup:
+                fragment.begin_rounds()
             if fragment.on_its_way and fragment.due == self.steps:
                 fragment.merge()
         self._send([f for i, f in self._fragments.items() if self._schedule.sends(step, i)])

@@ -795,6 +795,13 @@ FAULTS = [
         f"{ROUNDS}::test_a_checkpoint_within_a_round_goes_on_with_the_same_bits[diloco]",
     ),
     Fault(
+        "outer-parameters-of-before-the-warmup",
+        "fastsync/sync/rounds.py",
+        "                fragment.begin_rounds()",
+        "                pass",
+        "tests/sync/test_modes.py::test_parameters_are_those_of_the_oracle[2-adamw]",
+    ),
+    Fault(
         "buffers-stay-apart",
         "fastsync/sync/rounds.py",
         "            if ends:\n                self._on_round()\n",

@@ -54,6 +54,8 @@ def drawn(number):
     if any(step == end or not isinstance(place, str) for _, step, place in deaths):
         end = 0
     mode = drawn_mode(rng)
+    if mode[0] == "DiLoCo" and random.Random(f"warmup {number}").random() < 0.2:
+        mode[1]["warmup"] = 2
     late = drawn_late(random.Random(f"late {number}"), world, doomed, mode)
     return {
         "late": late,

@@ -71,6 +71,8 @@ def drawn(number):
     steps = rng.randint(4, 16)
     count = rng.randint(1, 7)
     world, mode = rng.choice([2, 2, 3]), drawn_mode(rng)
+    if isinstance(mode, DiLoCo) and random.Random(f"warmup {number}").random() < 0.2:
+        mode = replace(mode, warmup=3)
     parts, zero = random.Random(f"parts {number}"), 0
     if parts.random() < 0.2 and not mode.warmup:
         world, mode, zero = 4, replace(mode, within=2), parts.choice([0, 1, 2])

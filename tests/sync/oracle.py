@@ -100,6 +100,9 @@ def train(mode, params, cuts, local_step, steps, ends=(), group=None):
     for step in range(1, steps + 1):
         local_step(step <= mode.warmup)
         with torch.no_grad():
+            if step == mode.warmup:
+                for o, p in zip(outer, params, strict=True):
+                    o.copy_(p)
             settle([n for n in range(len(cuts)) if n in waiting and waiting[n][0] == step], kept)
             for number, cut in enumerate(cuts):
                 place = (number + 1) * mode.every // len(cuts)

@@ -49,6 +49,11 @@ CASES = {
         "deaths": [(1, 3, "forward"), (2, 9, "sum")],
         "world": 4,
     },
+    "joins-in-warmup-outer": {
+        "mode": ["DiLoCo", {"every": 3, "warmup": 500, "wire": "int8"}],
+        "joins": 1,
+        "steps": 510,
+    },
     "joins-in-warmup": {
         "mode": ["LocalSGD", {"every": 4, "warmup": 500}],
         "joins": 1,
@@ -203,6 +208,10 @@ def train(job, members, steps):
                     grad.copy_(mean)
         for rank in present:
             ranks[rank].optimizer.step()
+        if step == mode.warmup:
+            with torch.no_grad():
+                for o, p in zip(outer, ranks[present[0]].params, strict=True):
+                    o.copy_(p)
         due = [
             c
             for n, c in enumerate(cuts)

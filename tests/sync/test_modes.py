@@ -24,6 +24,7 @@ MODES = {
     "local-every-step": LocalSGD(1),
     "post-local": LocalSGD(3, warmup=4),
     "diloco": DiLoCo(4),
+    "post-diloco": DiLoCo(4, fragments=2, overlap=1, wire="int8", warmup=3),
     "diloco-without-momentum": DiLoCo(4, outer_lr=1.0, outer_momentum=0.0),
     "diloco-int4": DiLoCo(4, wire="int4"),
     "diloco-int8": DiLoCo(4, wire="int8"),

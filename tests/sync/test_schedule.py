@@ -12,7 +12,7 @@ REFUSED = {
     "every below 1": (lambda: LocalSGD(0), "every must be at least 1, but is 0"),
     "every of DiLoCo": (lambda: DiLoCo(-1), "every must be at least 1"),
     "every that is no number": (lambda: LocalSGD(2.5), "every must be a whole number"),
-    "warmup": (lambda: LocalSGD(2, warmup=-1), "warmup must be at least 0"),
+    "warmup": (lambda: DiLoCo(2, warmup=-1), "warmup must be at least 0"),
     "steps": (lambda: Delayed(0), "steps must be at least 1"),
     "fragments": (lambda: DiLoCo(4, fragments=5), "fragments must be at most every=4"),
     "overlap": (lambda: DiLoCo(4, overlap=4), "overlap must be below every=4"),
