@@ -1,7 +1,8 @@
 // Transport of buckets that a communication hook reduces.
 //
-// The buffer belongs to the hook while the hook runs, so it holds only gradients. The hook gets one view of it, and the same view each step: backends that keep their
-// input for a while then keep no new memory.
+// The buffer belongs to the hook while the hook runs, so it holds only gradients. The hook gets one
+// view of it, and the same view each step: backends that keep their input for a while then keep no
+// new memory.
 #include <utility>
 
 #include "../check.h"

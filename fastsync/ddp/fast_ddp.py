@@ -510,7 +510,8 @@ class FastDDP(Front):
         As in DistributedDataParallel, `bucket` is a `torch.distributed.GradBucket` whose buffer
         has not been divided, and the hook returns a future of the reduced buffer. Unlike there, a
         hook may be replaced by another between two steps. In a step with `add_weight()` the buffer
-        has been multiplied by ranks / sum of all weights, so that a mean over ranks is the mean.
+        has been multiplied by ranks / sum of all weights, so that the hook's mean over ranks is the
+        weighted one.
 
         Raises:
             ValueError: the model has a feature that does not combine with it; see

@@ -149,9 +149,10 @@ class ReplicaGuard(StepWatcher):
         return sorted(findings, key=lambda finding: finding.index)
 
     def _finding(self, index: int, is_average: bool, digests: Mapping[int, int]) -> _Finding:
-        """
+        """Return a tensor that is not the same on the ranks of `digests`.
+
         Args:
-            digests: by rank, of those that should have it alike.
+            digests: by rank.
         """
         name, param = self._engine.params[index].name, self._engine.params[index].tensor
         kind = "the average gradient of parameter" if is_average else "parameter"
