@@ -103,6 +103,6 @@ def main(args: argparse.Namespace, group: Group) -> Iterator[b.Shown]:
         task: {mode: list(its[0].points) for mode, its in curves.items()}
         for task, curves in found.items()
     }
-    began = f", which {args.pretrain} others preceded," if args.pretrain else ""
-    title = f"loss of held-out data after {args.steps} steps{began} on {group.world} ranks"
+    steps = f"{args.pretrain} + {args.steps}" if args.pretrain else f"{args.steps}"
+    title = f"loss of held-out data after {steps} steps on {group.world} ranks"
     yield b.table(title, headers, rows, lines=lines)
