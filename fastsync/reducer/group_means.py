@@ -3,7 +3,8 @@
 Every rank of a group has the mean when a backward adds to it, and their sum is divided again. So
 that the mean counts once, each rank first takes an equal part of what it stands for: the mean times
 divisor / ranks. That happens before a backward, of the wrapper or of the module itself, adds
-something to it, or where a step begins that averages it.
+something to it, or where a step begins that averages it. What is there then is taken for the mean,
+whatever a script has made of it.
 """
 
 from __future__ import annotations

@@ -577,6 +577,7 @@ def poisoned(wrapped):
     knows = wrapped.seat.rank in shares_average(wrapped, index, guilty)
     known = [(index, mine)] if knows else []
     assert found == known, f"rank {guilty} gave NaN for {index}, but {found} is known"
+    wrapped.begin_means()
     wrapped.zero("none")
     wrapped.used, wrapped.touched, wrapped.pending = set(), set(), False
     rule.recall(wrapped)
