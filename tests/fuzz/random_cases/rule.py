@@ -109,11 +109,20 @@ def width(wrapped):
 def total_norm(wrapped):
     """Return the norm of the copy's gradients, which are those of the model after `adopt`.
 
-    Collective over the ranks that have other parts of DTensors.
+    Those that ranks average apart count once for each part of the ranks. Collective with these, and
+    over the ranks that have other parts of DTensors.
     """
-    grads = [theirs.grad for _, theirs in wrapped.twins.params if theirs.grad is not None]
-    grads = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
-    return math.sqrt(sum(_real(grad).square().sum().item() for grad in grads))
+    squares = torch.zeros(len(wrapped.twins.params), dtype=torch.float64)
+    for index, (_, theirs) in enumerate(wrapped.twins.params):
+        if theirs.grad is not None:
+            grad = theirs.grad
+            grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            squares[index] = _real(grad).square().sum()
+    if wrapped.parts:
+        rows = gathered(wrapped, squares)
+        for index, parts in wrapped.parts.items():
+            squares[index] = sum(rows[part[0], index] for part in parts)
+    return math.sqrt(squares.sum().item())
 
 
 def adopt(wrapped):
@@ -145,11 +154,22 @@ def check(wrapped, divisor=None):
 
 
 def gradients_are_alike(wrapped):
-    """Return whether all ranks have the same. Collective."""
+    """Return whether all ranks that average a gradient together have the same. Collective."""
+    everyone = [range(wrapped.seat.world)]
     mine = [_or_zeros(seen(ours.grad), ours) for ours, _ in wrapped.twins.params]
     there = torch.tensor([float(ours.grad is not None) for ours, _ in wrapped.twins.params])
     rows = gathered(wrapped, torch.cat([*mine, there.double()]))
-    return all(same(row, rows[0]) for row in rows)
+    grads, there = (
+        rows[:, : -len(mine)].split([m.numel() for m in mine], dim=1),
+        rows[:, -len(mine) :],
+    )
+    return all(
+        same(grads[index][rank], grads[index][part[0]])
+        and there[rank, index] == there[part[0], index]
+        for index in range(len(mine))
+        for part in wrapped.parts.get(index, everyone)
+        for rank in part
+    )
 
 
 def recall(wrapped):

@@ -352,10 +352,15 @@ def accumulate(wrapped):
             wrapped.backward(forward.losses())
 
 
+def all_may_step(wrapped):
+    """Return whether the copies of all ranks take their gradients. Collective."""
+    return bool(rule.gathered(wrapped, torch.tensor([float(wrapped.may_step())])).all())
+
+
 def optimizer_step(wrapped):
     """Unless a rank has a gradient of its own, which would give it weights of its own, too."""
     step(wrapped)
-    if rule.gradients_are_alike(wrapped) and wrapped.may_step():
+    if rule.gradients_are_alike(wrapped) and all_may_step(wrapped):
         if wrapped.rng.random() < 0.5:
             clip(wrapped)
         wrapped.step(draw_before(wrapped.rng), draw_after(wrapped.rng))
@@ -377,7 +382,7 @@ def saved_on_some_ranks(wrapped):
         rule.gathered(wrapped, torch.zeros(1))
     wrapped.backward(forward.losses())
     rule.check(wrapped)
-    if rule.gradients_are_alike(wrapped) and wrapped.may_step():
+    if rule.gradients_are_alike(wrapped) and all_may_step(wrapped):
         wrapped.step()
 
 
@@ -444,6 +449,13 @@ def clip(wrapped):
     roundings = 2.0**-6  # of 16-bit gradients
     for found, right in ((norm, before), (rule.total_norm(wrapped), wanted)):
         assert abs(found - right) <= roundings * right, f"a norm of {found} should be {right}"
+
+
+def clipped(wrapped):
+    """Clip what a step leaves, unless ranks have gradients of their own."""
+    step(wrapped)
+    if rule.gradients_are_alike(wrapped):
+        clip(wrapped)
 
 
 def two_forwards(wrapped):
@@ -599,6 +611,7 @@ def may_poison(wrapped):
 STEPS = {
     "one": Stage(step, weight=6),
     "after a failure": Stage(step_after_a_failure, may_stop),
+    "clipped": Stage(clipped, weight=2),
     "two forwards": Stage(two_forwards, weight=2),
     # In mixed precision two forwards' gradients are added up in the low one, unlike the copy's.
     "sum of forwards": Stage(sum_of_forwards, lambda w: outputs_are_seen(w) and not w.drawn.mixed),

@@ -286,6 +286,7 @@ class Wrapped:
         regrouped: parameters were frozen or unfrozen since the last step.
         owed: by position, what each rank's error feedback keeps back: fp64 [world, numel].
         apart: by position, ranks that average a parameter apart, and their divisor.
+        parts: by position, all ranks in those that do so together.
     """
 
     seat: Seat
@@ -305,6 +306,7 @@ class Wrapped:
     regrouped: bool = False
     owed: dict = field(default_factory=dict)
     apart: dict = field(default_factory=dict)
+    parts: dict = field(default_factory=dict)
 
     def __post_init__(self):
         self.inputs = torch.Generator().manual_seed(self.mine.randrange(1 << 40))
@@ -338,6 +340,7 @@ class Wrapped:
             parts, group = self.seat.apart[int(each.way * len(self.seat.apart))]
             part = next(part for part in parts if self.seat.rank in part)
             self.apart[index] = part, each.divisor or len(part)
+            self.parts[index] = parts
             found[params[index]] = Group(group, each.divisor) if each.divisor else group
             self.note(f"group of {len(part)} of {self.seat.world}")
         return found
