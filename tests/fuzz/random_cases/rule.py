@@ -157,16 +157,12 @@ def gradients_are_alike(wrapped):
     """Return whether all ranks that average a gradient together have the same. Collective."""
     everyone = [range(wrapped.seat.world)]
     mine = [_or_zeros(seen(ours.grad), ours) for ours, _ in wrapped.twins.params]
-    there = torch.tensor([float(ours.grad is not None) for ours, _ in wrapped.twins.params])
-    rows = gathered(wrapped, torch.cat([*mine, there.double()]))
-    grads, there = (
-        rows[:, : -len(mine)].split([m.numel() for m in mine], dim=1),
-        rows[:, -len(mine) :],
-    )
+    there = [torch.tensor([float(ours.grad is not None)]) for ours, _ in wrapped.twins.params]
+    facts = [torch.cat(both) for both in zip(mine, there, strict=True)]
+    rows = gathered(wrapped, torch.cat(facts)).split([fact.numel() for fact in facts], dim=1)
     return all(
-        same(grads[index][rank], grads[index][part[0]])
-        and there[rank, index] == there[part[0], index]
-        for index in range(len(mine))
+        same(found[rank], found[part[0]])
+        for index, found in enumerate(rows)
         for part in wrapped.parts.get(index, everyone)
         for rank in part
     )
