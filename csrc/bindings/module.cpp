@@ -257,6 +257,7 @@ void bind_engine(py::module_& m) {
           release, py::arg("steps"), py::arg("differ"), py::arg("ranks"), py::arg("sets"))
       .def("replica_digests", &Reducer::replica_digests, release)
       .def("accumulated", &Reducer::accumulated, release)
+      .def("averaged", &Reducer::averaged, release)
       .def("prepare_forward", &Reducer::prepare_forward, release, py::arg("captured") = false)
       .def("prepare_local_forward", &Reducer::prepare_local_forward, release)
       .def("announce_backward", &Reducer::announce_backward, release)

@@ -1456,6 +1456,17 @@ std::vector<int64_t> Reducer::accumulated() const {
   return found;
 }
 
+std::vector<int64_t> Reducer::averaged() const {
+  const Lock lock(mutex_);
+  std::vector<int64_t> found;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (stats_.steps > 0 && planned_[i] && !params_[i]->used) {
+      found.push_back(static_cast<int64_t>(i));
+    }
+  }
+  return found;
+}
+
 // Takes the digests of replica_digests().
 bool Reducer::are_alike(const std::vector<int64_t>& digests) {
   std::vector<std::vector<int64_t>> in_set(replicas_.ranks.size());

@@ -153,6 +153,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Returns the parameters into whose gradients a backward has accumulated since the last step of
   // this reducer, so that they hold something that nobody has averaged.
   std::vector<int64_t> accumulated() const;
+  // Returns the planned parameters of which that is not so; none before the first step.
+  std::vector<int64_t> averaged() const;
 
   // Starts a forward whose backward will synchronise. Throws the complaint of the previous
   // backward, if there is one. `captured`: see [Note: captured steps].

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,18 +12,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fastsync.reducer.engine import Engine
+from fastsync.reducer.engine import Engine, engines
 from fastsync.reducer.optimizer_hooks import StepWatcher, params_of, watch_steps
 from fastsync.reducer.registrations import registrations
 
 # What torch's DDP reads when it wraps, too.
 IGNORED = "_ddp_params_and_buffers_to_ignore"
-
-
-@cache
-def _guards() -> weakref.WeakSet[AddedParameterGuard]:
-    """Return the guards of all wrappers: one may own a parameter that another one misses."""
-    return weakref.WeakSet()
 
 
 @dataclass
@@ -59,7 +52,6 @@ class AddedParameterGuard(StepWatcher):
         self.known = frozenset(id(param.tensor) for param in engine.params)
         self._looked: weakref.WeakKeyDictionary[Optimizer, _Looked] = weakref.WeakKeyDictionary()
         registrations()  # are counted from now on
-        _guards().add(self)
         watch_steps(self)
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -84,8 +76,8 @@ class AddedParameterGuard(StepWatcher):
         return looked.added
 
     def _search(self, foreign: set[int]) -> dict[str, torch.Tensor]:
-        for guard in _guards():
-            foreign -= guard.known
+        for engine in engines():  # of another wrapper, which may have what this one misses
+            foreign -= {id(param.tensor) for param in engine.params}
         if not foreign:
             return {}
         ignored = {*self._ignored, *getattr(self._module, IGNORED, ())}

@@ -6,11 +6,12 @@ runs alone. `Engine` owns the reducer; FastDDP owns the engine.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,12 @@ class Progress:
     steps: int
     order: Sequence[str]
     network: Network
+
+
+@cache
+def engines() -> weakref.WeakSet[Engine]:
+    """Return the engines of this process; a parameter may belong to several."""
+    return weakref.WeakSet()
 
 
 class Engine:
@@ -141,6 +148,7 @@ class Engine:
         # Autograd reaches the last registered layers first.
         order = [i for i in reversed(range(len(params))) if params[i].tensor.requires_grad]
         self._install(order)
+        engines().add(self)
 
     def _make_group(self, number: int) -> Routes:
         """Have the reducer average over another group. Collective."""

@@ -2,7 +2,8 @@
 
 Under DDP such a step makes the ranks' parameters differ. Here each rank steps on its own pieces of
 the parameters, so that all ranks would get the same parameters, made of gradients of different
-ranks. Nothing is wrong where a script has averaged the gradients itself: then they are equal.
+ranks. Nothing is wrong where a script has averaged the gradients itself: then they are equal. Nor
+is it where another wrapper of the same parameters has, for which no rank needs to ask the others.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from fastsync.reducer import core
-from fastsync.reducer.engine import Engine
+from fastsync.reducer.engine import Engine, engines
 from fastsync.reducer.monitor import number_of
 from fastsync.zero.exchange import Exchange
 from fastsync.zero.gradient_proxies import ShardedGradient
@@ -36,6 +37,13 @@ def check_averaged(params: Iterable[torch.Tensor], engine: Engine, exchange: Exc
         return
     ours = {id(param): param.grad for param in params}
     found = [i for i in accumulated if id(engine.locals.tensors[i]) in ours]
+    elsewhere = {
+        id(other.locals.tensors[i])
+        for other in (engines() if found else ())
+        if other is not engine
+        for i in other.core.averaged()
+    }
+    found = [i for i in found if id(engine.locals.tensors[i]) not in elsewhere]
     if not found:
         return
     digests = core.digests([part for grad in ours.values() for part in _local_parts(grad)])

@@ -12,12 +12,19 @@ import torch
 import torch.distributed as dist
 
 from fastsync import FastDDP
-from tests.conformance.stages import batch, check, full, loss_of, net, train
+from tests.conformance.stages import Net, batch, check, full, loss_of, net, train
 from tests.helpers.teams import run_ranks
 
 # Each rank steps on pieces of the parameters.
 SHARDED_STEPS = ("zero1", "zero1-small", "zero2")
 REFUSED = r"not averaged and differ between the ranks, such as that of .*zero=0"
+
+
+class Partly(Net):
+    """Leaves the last layers out where it is told to."""
+
+    def forward(self, x, whole=True):
+        return super().forward(x) if whole else self.first(x)
 
 
 def under_no_sync(model, x):
@@ -81,6 +88,22 @@ def looks_aside(wrap, rank):
     return full(model)
 
 
+def averages_in_another_wrapper(wrap, rank):
+    """The wrapper that shares the optimizer's state averages nothing from the second step on, and
+    one rank alone uses what the optimizer steps on.
+    """
+    module = net(Partly)
+    model = wrap(module, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(module.head.parameters(), 0.01)
+    train(model, optimizer, rank, range(1))
+    another = wrap(module, find_unused_parameters=True)
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        loss_of(another(batch(rank, step), rank == 1)).backward()
+        optimizer.step()
+    return full(another)
+
+
 # zero=2 averages under no_sync(), too.
 REFUSALS = [
     (backward, stage)
@@ -104,7 +127,11 @@ def test_ranks_that_would_train_apart_get_an_error(backward, stage):
 
 @pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", ["zero0", *SHARDED_STEPS])
-@pytest.mark.parametrize("script", [averages_by_hand, looks_aside], ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "script",
+    [averages_by_hand, looks_aside, averages_in_another_wrapper],
+    ids=lambda s: s.__name__,
+)
 def test_equal_gradients_are_stepped_on(script, stage):
     check(script, stage)
 
