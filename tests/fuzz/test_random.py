@@ -17,6 +17,7 @@ FIXED = 60
 SLOW = 240
 DRAWN = 3
 SHARD = 60
+BATCH = 192  # whose ranks start once for each size of team
 UNITS = 2  # fixed cases that are drawn of units
 
 
@@ -62,8 +63,8 @@ def main():
         return print(f"case {args.case} passed: {', '.join(tally.kinds)}")
     seed, end = args.start, time.monotonic() + args.seconds
     while time.monotonic() < end:
-        check_cases(range(seed, seed + 96), tally, args.of)
-        seed += 96
+        check_cases(range(seed, seed + BATCH), tally, args.of)
+        seed += BATCH
         print(f"cases {args.start} to {seed - 1} passed: {tally}", flush=True)
     if args.kinds:
         print("\n".join(f"{count:7} {kind}" for kind, count in tally.kinds.most_common()))

@@ -5,7 +5,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -114,7 +114,8 @@ def run_case(seed, seat, file, family="models"):
     file.truncate()
     log = []
     note(file, log, str(seed))
-    with torch.device(seat.device):
+    on_device = nullcontext() if seat.device == "cpu" else torch.device(seat.device)
+    with on_device:
         FAMILIES[family](seed, seat, partial(note, file, log)).run()
     return seed, time.monotonic() - start, log[1:]
 
