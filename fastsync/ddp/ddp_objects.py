@@ -64,8 +64,8 @@ class DDPReducer:
 
     def holders(self) -> Holders:
         """Return the objects that hold gradients between a backward and a step."""
-        sharers = None if self.sharded is None else self.sharded.sharers
-        return Holders(self.engine.core, sharers, self._apart)
+        shard_group = None if self.sharded is None else self.sharded.shard_group
+        return Holders(self.engine.core, shard_group, self._apart)
 
     def await_buffers(self, exchange: Callable[[], object]) -> None:
         """Let this rank wait for others by `exchange`."""

@@ -150,7 +150,7 @@ class FlatBuffer:
 
     Args:
         params: in the same order on every rank.
-        cut: the ranks that share them.
+        partition: the ranks that share them.
         sharing: what else they do with them.
         home: where they lie, for this cut; None: anywhere. See [Note: where parameters lie].
 
@@ -164,22 +164,22 @@ class FlatBuffer:
     def __init__(
         self,
         params: Sequence[torch.Tensor],
-        cut: Partition,
+        partition: Partition,
         sharing: Sharing,
         home: Home | None = None,
     ) -> None:
-        layout = lay_out(params, cut.size, sharing)
+        layout = lay_out(params, partition.size, sharing)
         if layout.region == 0:
             sharing = replace(sharing, wire=None)
         self.params, self.layout, self.sharing = list(params), layout, sharing
-        self._rank = cut.mine
+        self._rank = partition.mine
         self._codes: Codes | None = None
         self.loaded: dict[Slice, torch.Tensor] = {}
         self._awaits_codes = False
         first = self.params[0]
         if sharing.wire is not None:
-            self._codes = Codes(layout, sharing.wire, cut.size, first.device)
-        self.dtype, self._device, self._ranks = first.dtype, first.device, cut.size
+            self._codes = Codes(layout, sharing.wire, partition.size, first.device)
+        self.dtype, self._device, self._ranks = first.dtype, first.device, partition.size
         self._home = home
         if self._home is not None:
             self._views = self._home.views
@@ -189,7 +189,9 @@ class FlatBuffer:
             self._views = [param.data for param in self.params]
         self._chunks: list[_Chunk] | None = None
         self._elements = {
-            piece: self._elements_of(piece) for share in cut.kept for piece in layout.owned(share)
+            piece: self._elements_of(piece)
+            for share in partition.kept
+            for piece in layout.owned(share)
         }
         self.owned = {
             piece: nn.Parameter(
@@ -297,9 +299,9 @@ class FlatBuffer:
             self._chunks = self._make_chunks()
         for chunk in self._chunks:
             numel = chunk.size * self._ranks
-            buffer = torch.empty(numel, dtype=self.dtype, device=self._device)
-            _copy(list(_parts(buffer, chunk.mine)))
-            yield buffer, partial(_unpack, buffer, chunk.others)
+            packed = torch.empty(numel, dtype=self.dtype, device=self._device)
+            _copy(list(_parts(packed, chunk.mine)))
+            yield packed, partial(_unpack, packed, chunk.others)
 
     def _decode(self, codes: torch.Tensor) -> None:
         """Take what `end_step` has yielded, once every rank's part is there."""

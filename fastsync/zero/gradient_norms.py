@@ -54,12 +54,12 @@ class Holders:
 
     Attributes:
         reducer: the reducer that averages them.
-        sharers: the ranks that they may be spread over.
+        shard_group: the ranks that they may be spread over.
         apart: those that not all ranks have; None: all have all.
     """
 
     reducer: core.Reducer
-    sharers: ShardGroup | None
+    shard_group: ShardGroup | None
     apart: Apart | None = None
 
 
@@ -206,7 +206,7 @@ def _squares(params: Sequence[torch.Tensor], holders: Holders) -> _Squares | Non
 def _known(params: Sequence[torch.Tensor], holders: Holders) -> _Squares | None:
     """Return the sums without a read of sharded gradients, or of sums of buckets; None if
     impossible."""
-    units = [] if holders.sharers is None else holders.sharers.units
+    units = [] if holders.shard_group is None else holders.shard_group.units
     known = holders.reducer.squares(params, [unit.core for unit in units])
     if known is None:
         return None
@@ -218,7 +218,7 @@ def _known(params: Sequence[torch.Tensor], holders: Holders) -> _Squares | None:
         spread = (grad for grad in grads if isinstance(grad, ShardedGradient))
         return known.tensors + [grad.share.piece for grad in spread]
 
-    exchange = holders.sharers.exchange if holders.sharers and known.spread else None
+    exchange = holders.shard_group.exchange if holders.shard_group and known.spread else None
     return _Squares(known.owned, known.common, exchange, known.wide, tensors)
 
 
@@ -232,7 +232,7 @@ def _read(params: Sequence[torch.Tensor]) -> _Squares | None:
     for grad, square in zip(grads, core.square_sums(tensors), strict=True):
         total[isinstance(grad, ShardedGradient)] += square
     spread = (grad for grad in grads if isinstance(grad, ShardedGradient))
-    exchange = next((grad.share.shards().sharers.exchange for grad in spread), None)
+    exchange = next((grad.share.shards().shard_group.exchange for grad in spread), None)
     wide = any(tensor.dtype in _WIDE for tensor in tensors)
     return _Squares(total[True], total[False], exchange, wide, lambda: tensors)
 

@@ -197,16 +197,16 @@ class GradientShards:
     """The gradients of one unit of parameters.
 
     Args:
-        space: where the parameters lie.
-        sharers: the ranks.
+        buffer: where the parameters lie.
+        shard_group: the ranks.
     """
 
-    def __init__(self, space: FlatBuffer, sharers: ShardGroup) -> None:
-        self.space, self.params, self.sharers = space, space.params, sharers
-        first = space.params[0]
+    def __init__(self, buffer: FlatBuffer, shard_group: ShardGroup) -> None:
+        self.buffer, self.params, self.shard_group = buffer, buffer.params, shard_group
+        first = buffer.params[0]
         self.dtype = first.dtype
-        self.shard = torch.zeros(space.layout.region, dtype=first.dtype, device=first.device)
-        self._ranges = space.owned_ranges()
+        self.shard = torch.zeros(buffer.layout.region, dtype=first.dtype, device=first.device)
+        self._ranges = buffer.owned_ranges()
         # Made once: a view that is made while torch dispatches has a version of its own.
         self._pieces = [self.shard[start : start + numel] for start, numel, _ in self._ranges]
         self.proxies: list[torch.Tensor] = [self._proxy(i) for i in range(len(self.params))]
@@ -236,7 +236,7 @@ class GradientShards:
         param, proxy = self.params[index], self.proxies[index]
         if param.grad is proxy:
             param.grad = whole
-        dtensor = self.sharers.dtensors.get(id(param))
+        dtensor = self.shard_group.dtensors.get(id(param))
         if dtensor is not None and dtensor.grad is not None and local_part(dtensor.grad) is proxy:
             set_local(dtensor.grad, whole)
         self.core.set_pending(index, None)
@@ -252,7 +252,7 @@ class GradientShards:
         Bytes are summed, of which only their owner's are not zero, so they arrive as they are.
         """
         param = self.params[share.index]
-        exchange = self.sharers.exchange
+        exchange = self.shard_group.exchange
         exchange.meet(f"the gradient of '{exchange.name_of(param)}'")
         whole = torch.zeros_like(param)  # in the same order in memory
         flat = whole.as_strided((whole.numel(),), (1,))
@@ -261,33 +261,33 @@ class GradientShards:
         return whole
 
 
-def gather_foreign(space: FlatBuffer) -> None:
+def gather_foreign(buffer: FlatBuffer) -> None:
     """Make gradients whole that another optimizer, or another wrapper, has cut differently.
 
     Collective where there are any, which all ranks see alike.
     """
-    for param in space.params:
+    for param in buffer.params:
         grad = param.grad
         if isinstance(grad, ShardedGradient) and grad.share.whole is None:
-            other = grad.share.shards().space
-            if other is not space and (
-                other.layout != space.layout
-                or any(a is not b for a, b in zip(other.params, space.params, strict=True))
+            other = grad.share.shards().buffer
+            if other is not buffer and (
+                other.layout != buffer.layout
+                or any(a is not b for a, b in zip(other.params, buffer.params, strict=True))
             ):
                 param.grad = grad.share.make_whole()
 
 
-def lend_gradients(space: FlatBuffer) -> None:
+def lend_gradients(buffer: FlatBuffer) -> None:
     """Give each piece that this rank owns the elements of its parameter's gradient."""
-    for piece, tensor in space.owned.items():
-        grad = space.params[piece.param].grad
+    for piece, tensor in buffer.owned.items():
+        grad = buffer.params[piece.param].grad
         if isinstance(grad, ShardedGradient) and grad.share.whole is not None:
             grad = grad.share.whole
         if isinstance(grad, ShardedGradient):
             mine = grad.share.owned()
             grad = mine.as_strided(tensor.shape, tensor.stride(), mine.storage_offset())
         elif grad is not None:
-            grad = space.cut(piece, grad)
+            grad = buffer.cut(piece, grad)
         tensor.grad = None if grad is None else grad.to(tensor.dtype)
 
 
@@ -393,7 +393,7 @@ def _norm(
     known = _averages([proxy]) and not proxy.share.released and ord > 0
     if not known or dim is not None or keepdim:
         return NotImplemented
-    norm = proxy.share.shards().sharers.norm(proxy.share, float(ord))
+    norm = proxy.share.shards().shard_group.norm(proxy.share, float(ord))
     return norm if dtype is None else norm.to(dtype)
 
 
@@ -410,11 +410,11 @@ def _unscale(
 ) -> Any:
     if not _averages(proxies):
         return NotImplemented
-    sharers = proxies[0].share.shards().sharers
-    sharers.exchange.meet("gradients to be unscaled")
+    shard_group = proxies[0].share.shards().shard_group
+    shard_group.exchange.meet("gradients to be unscaled")
     func([proxy.share.piece for proxy in proxies], found_inf, inv_scale)
     _changed(proxies)
-    sharers.exchange.reduce(found_inf, "the search for infinities", dist.ReduceOp.MAX)
+    shard_group.exchange.reduce(found_inf, "the search for infinities", dist.ReduceOp.MAX)
     return None
 
 

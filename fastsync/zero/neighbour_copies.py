@@ -59,12 +59,12 @@ class _RankState:
     Attributes:
         taken: how many have been taken over so far; those with later numbers will be.
         steps: that each has made, by number; of those that still live.
-        cuts: ownership of the shares of each; none on a rank that comes back.
+        partitions: ownership of the shares of each; none on a rank that comes back.
     """
 
     taken: int
     steps: dict[int, int]
-    cuts: tuple[Partition, ...]
+    partitions: tuple[Partition, ...]
 
     def steps_of(self, number: int) -> int | None:
         """Return the steps of an optimizer; None where it is gone, -1 where it has not been
@@ -78,7 +78,7 @@ class _Recut:
 
     Args:
         present: ranks that are left of those that have shares, as they were counted at the start.
-        cut: ownership of the shares from then on.
+        partition: ownership of the shares from then on.
         group: the process group of the owners.
     """
 
@@ -87,34 +87,37 @@ class _Recut:
         sharded: ShardedOptimizer,
         optimizer: Optimizer,
         present: Collection[int],
-        cut: Partition,
+        partition: Partition,
         group: dist.ProcessGroup,
     ) -> None:
-        self._sharded, self._optimizer, self._cut, self._group = sharded, optimizer, cut, group
-        comes_back = cut.ranks[cut.mine] not in present
-        self._offered = () if comes_back else sharded.cut.offered(present)
-        self._values: list[list[torch.Tensor]] = []  # whole parameters, by space
-        self._states: list[dict[Slice, State]] = []  # of what this rank will step on, by space
-        self._wholes: list[dict[int, State | None]] = []  # without elements, by space and parameter
+        self._sharded, self._optimizer = sharded, optimizer
+        self._partition, self._group = partition, group
+        comes_back = partition.ranks[partition.mine] not in present
+        self._offered = () if comes_back else sharded.partition.offered(present)
+        # By buffer: whole parameters; states of what this rank will step on; of each parameter,
+        # its state without elements.
+        self._values: list[list[torch.Tensor]] = []
+        self._states: list[dict[Slice, State]] = []
+        self._wholes: list[dict[int, State | None]] = []
         self._sharings: list[Sharing] = []
-        for space in sharded.spaces:
-            self._collect(space)
+        for buffer in sharded.buffers:
+            self._collect(buffer)
 
-    def _collect(self, space: FlatBuffer) -> None:
-        """Collect one space's states for the new shares. Collective."""
-        sharing = self._sharded.sharing(space, self._cut.size)
-        layout = lay_out(space.params, self._cut.size, sharing)
+    def _collect(self, buffer: FlatBuffer) -> None:
+        """Collect one buffer's states for the new shares. Collective."""
+        sharing = self._sharded.sharing(buffer, self._partition.size)
+        layout = lay_out(buffer.params, self._partition.size, sharing)
         wanted = defaultdict(list)
-        for share in self._cut.kept:
+        for share in self._partition.kept:
             for piece in layout.owned(share):
                 wanted[piece.param].append(piece)
         values: list[torch.Tensor] = []
         states: dict[Slice, State] = {}
         wholes: dict[int, State | None] = {}
-        for batch in batches(space):
+        for batch in batches(buffer):
             parts: defaultdict[int, dict[Slice, torch.Tensor]] = defaultdict(dict)
-            whole = Whole([space])
-            for told in _gather(self._told(space, batch), self._group):
+            whole = Whole([buffer])
+            for told in _gather(self._told(buffer, batch), self._group):
                 for piece, (elements, state) in told.items():
                     parts[piece.param][piece] = elements
                     if state:
@@ -122,24 +125,26 @@ class _Recut:
             whole.copy_own()
             joined = whole.finished()
             for index in batch:
-                param = space.params[index]
-                values.append(_joined_value(space, index, parts[index]))
+                param = buffer.params[index]
+                values.append(_joined_value(buffer, index, parts[index]))
                 state = joined.get(param, {})
                 wholes[index] = described(param, state, sharing.whole)
                 for piece in wanted[index]:
-                    states[piece] = {n: cut_value(space, piece, param, v) for n, v in state.items()}
+                    states[piece] = {
+                        n: cut_value(buffer, piece, param, v) for n, v in state.items()
+                    }
         self._values.append(values)
         self._states.append(states)
         self._wholes.append(wholes)
         self._sharings.append(sharing)
 
-    def _told(self, space: FlatBuffer, batch: range) -> dict[Slice, _Told]:
+    def _told(self, buffer: FlatBuffer, batch: range) -> dict[Slice, _Told]:
         return {
             piece: (
-                space.delivered(piece),
+                buffer.delivered(piece),
                 self._sharded.saved(self._optimizer, tensor),
             )
-            for piece, tensor in space.owned.items()
+            for piece, tensor in buffer.owned.items()
             if piece.param in batch and piece.rank in self._offered
         }
 
@@ -148,20 +153,20 @@ class _Recut:
         sharded, optimizer = self._sharded, self._optimizer
         sharded.shares.gate.begin()
         sharded.take_state(optimizer)
-        spaces = []
-        found = zip(sharded.spaces, self._values, self._sharings, strict=True)
+        buffers = []
+        found = zip(sharded.buffers, self._values, self._sharings, strict=True)
         for old, values, sharing in found:
             for param, value in zip(old.params, values, strict=True):
                 param.data.copy_(value)
-            spaces.append(FlatBuffer(old.params, self._cut, sharing))
+            buffers.append(FlatBuffer(old.params, self._partition, sharing))
             values.clear()
-        sharded.use(self._cut, spaces)
+        sharded.use(self._partition, buffers)
         held = held_state(optimizer)
-        for space, states, known in zip(spaces, self._states, self._wholes, strict=True):
-            for piece, tensor in space.owned.items():
+        for buffer, states, known in zip(buffers, self._states, self._wholes, strict=True):
+            for piece, tensor in buffer.owned.items():
                 if rest := sharded.take_master(tensor, states[piece]):
                     held[tensor] = rest
-            sharded.learn(space, known)
+            sharded.learn(buffer, known)
         if not sharded.blank:
             sharded.mark_used()
         sharded.end_change(optimizer)
@@ -172,19 +177,19 @@ def _gather(mine: T, group: dist.ProcessGroup) -> list[T]:
 
 
 def _joined_value(
-    space: FlatBuffer, index: int, parts: Mapping[Slice, torch.Tensor]
+    buffer: FlatBuffer, index: int, parts: Mapping[Slice, torch.Tensor]
 ) -> torch.Tensor:
-    assert sum(piece.end - piece.begin for piece in parts) == space.params[index].numel()
-    whole = space.full_like(index, space.params[index])
+    assert sum(piece.end - piece.begin for piece in parts) == buffer.params[index].numel()
+    whole = buffer.full_like(index, buffer.params[index])
     for piece, elements in parts.items():
-        space.cut(piece, whole).copy_(elements)
+        buffer.cut(piece, whole).copy_(elements)
     return whole
 
 
 def share_again(sharded: ShardedOptimizer, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
     """Copy what the owner of each share has been given to its second holder. Collective."""
     with torch.no_grad():
-        _Recut(sharded, optimizer, sharded.cut.ranks, sharded.cut, group).install()
+        _Recut(sharded, optimizer, sharded.partition.ranks, sharded.partition, group).install()
 
 
 class Neighbours:
@@ -200,7 +205,7 @@ class Neighbours:
 
     def __init__(self, sharded: ShardedOptimizers) -> None:
         self._owner = sharded
-        self._cut = sharded.cut  # of the ranks that go on
+        self._partition = sharded.partition  # of the ranks that go on
         self._late: frozenset[int] = frozenset()
         self._prepared: list[_Recut] = []
         self.lost: list[tuple[int, int]] = []
@@ -214,12 +219,12 @@ class Neighbours:
             mine: this one's place among them.
             present: those of them that have been there before.
         """
-        self._cut = replace(self._owner.cut, ranks=ranks, mine=mine)
+        self._partition = replace(self._owner.partition, ranks=ranks, mine=mine)
         known = self._owner.known()
         steps = {sharded.number: sharded.steps for _, sharded in known}
-        cuts = tuple(sharded.cut for _, sharded in known if ranks[mine] in present)
-        states = _gather(_RankState(self._owner.taken, steps, cuts), self._owner.engine.group)
-        found = {pair for each in states for cut in each.cuts for pair in cut.lost(present)}
+        partitions = tuple(sharded.partition for _, sharded in known if ranks[mine] in present)
+        states = _gather(_RankState(self._owner.taken, steps, partitions), self._owner.engine.group)
+        found = {pair for each in states for of in each.partitions for pair in of.lost(present)}
         self.lost = sorted(found)
         if self.lost:
             return
@@ -229,7 +234,7 @@ class Neighbours:
     def prepare_late(self) -> None:
         """Collect the state of the optimizers that `prepare` has left for later. Collective."""
         self._late, late = frozenset(), self._late
-        self._prepared = self._recut(late, self._cut.ranks)
+        self._prepared = self._recut(late, self._partition.ranks)
 
     def install(self) -> None:
         """Go on with what has been collected, once all ranks are known to have it."""
@@ -239,15 +244,15 @@ class Neighbours:
         self._prepared = []
         self._owner.delivery.late = self._late
         if not self._late:  # what is still to be taken over here has been with the others' shares
-            self._owner.cut = self._cut
+            self._owner.partition = self._partition
         self._owner.meet_again()
 
     def _recut(self, numbers: Collection[int], present: Collection[int]) -> list[_Recut]:
         """Collect the states of these optimizers for the new shares. Collective."""
-        group, cut = self._owner.engine.group, self._cut
+        group, partition = self._owner.engine.group, self._partition
         known = {sharded.number: (sharded, optimizer) for optimizer, sharded in self._owner.known()}
         with torch.no_grad():
-            return [_Recut(*known[n], present, cut, group) for n in sorted(numbers)]
+            return [_Recut(*known[n], present, partition, group) for n in sorted(numbers)]
 
 
 def _compared(states: Iterable[_RankState]) -> tuple[list[int], frozenset[int]]:

@@ -209,7 +209,7 @@ class OptimizerCheckpoint:
             taken.mark_used()
             taken.tell(optimizer)
             taken.end_change(optimizer)
-            if taken.cut.doubled:
+            if taken.partition.doubled:
                 share_again(taken, optimizer, self._engine.group)
 
     def _attach(self, optimizer: Optimizer) -> ShardedOptimizer | None:
@@ -258,13 +258,13 @@ class OptimizerCheckpoint:
         """Return what this rank has state for: its pieces, and all parameters
         that are not sharded.
         """
-        spaces = taken.spaces if taken is not None else []
-        shared = {id(param) for space in spaces for param in space.params}
+        buffers = taken.buffers if taken is not None else []
+        shared = {id(param) for buffer in buffers for param in buffer.params}
         local_of = self._sharded.local if self._sharded is not None else lambda param: param
         pieces = {
-            id(space.params[piece.param]): (tensor, piece.begin)
-            for space in spaces
-            for piece, tensor in space.own.items()
+            id(buffer.params[piece.param]): (tensor, piece.begin)
+            for buffer in buffers
+            for piece, tensor in buffer.own.items()
         }
         held = []
         for number, group in enumerate(optimizer.param_groups):

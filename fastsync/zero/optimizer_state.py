@@ -100,11 +100,11 @@ class Slices:
     """The parameters of one optimizer that are spread over the ranks.
 
     Args:
-        spaces: where the parameters lie.
+        buffers: where the parameters lie.
         exchange: collects values of all ranks.
         order: by each parameter, in the order of the optimizer's groups, what the ranks share of
             it: of a DTensor, its local tensor.
-        template: returns the state that a first step makes of a parameter of a space, without its
+        template: returns the state that a first step makes of a parameter of a buffer, without its
             elements; None: a step makes none.
         siblings: returns what this rank steps on of the parameters in the same group.
         writes: returns a context in which the script changes values. Like the others it keeps
@@ -113,7 +113,7 @@ class Slices:
 
     def __init__(
         self,
-        spaces: Sequence[FlatBuffer],
+        buffers: Sequence[FlatBuffer],
         exchange: Exchange,
         order: Mapping[torch.Tensor, torch.Tensor],
         template: Callable[[FlatBuffer, int], State | None],
@@ -125,21 +125,21 @@ class Slices:
         self.locals = order
         self.places: dict[torch.Tensor, tuple[FlatBuffer, int]] = {}
         self.pieces: dict[torch.Tensor, list[tuple[Slice, nn.Parameter]]] = {}
-        for space in spaces:
-            for index, param in enumerate(space.params):
-                self.places[param] = (space, index)
+        for buffer in buffers:
+            for index, param in enumerate(buffer.params):
+                self.places[param] = (buffer, index)
                 self.pieces[param] = []
-            for piece, tensor in space.owned.items():
-                self.pieces[space.params[piece.param]].append((piece, tensor))
+            for piece, tensor in buffer.owned.items():
+                self.pieces[buffer.params[piece.param]].append((piece, tensor))
         self._elsewhere: dict[torch.Tensor, _Elsewhere] = {}
 
     def writing(self) -> AbstractContextManager[None]:
         """Enter once other ranks do not need the values as they are. Every rank does."""
         return self._writes() or nullcontext()
 
-    def note_step(self, space: FlatBuffer) -> None:
-        """Note a step on the parameters of a space that have gradients."""
-        for param in space.params:
+    def note_step(self, buffer: FlatBuffer) -> None:
+        """Note a step on the parameters of a buffer that have gradients."""
+        for param in buffer.params:
             if not self.pieces[param] and param.grad is not None:
                 self._elsewhere.setdefault(param, _Elsewhere()).steps += 1
 
@@ -167,13 +167,13 @@ class Slices:
         return each.known
 
     def _update(self, held: Mapping[Any, Any], param: torch.Tensor, each: _Elsewhere) -> None:
-        space, index = self.places[param]
-        made = self._template(space, index)
+        buffer, index = self.places[param]
+        made = self._template(buffer, index)
         each.steps, steps = 0, each.steps
         if made is None:
             return
         each.made = True
-        like = param if space.sharing.whole else torch.empty(0)
+        like = param if buffer.sharing.whole else torch.empty(0)
         known = each.known
         if "step" in made:
             now = float(known.get("step", 0)) + steps
@@ -183,7 +183,7 @@ class Slices:
                 else type(made["step"])(now)
             )
         for name, value in made.items():
-            if _is_by_element(value, like, name, space.sharing.whole):
+            if _is_by_element(value, like, name, buffer.sharing.whole):
                 other = value.shape != like.shape
                 known[name] = _ByElement(value.dtype, tuple(value.shape) if other else None)
             elif name != "step":
@@ -325,7 +325,7 @@ class _ParamState(MutableMapping[str, Any]):
     def __init__(self, view: StateView, slices: Slices, param: torch.Tensor) -> None:
         self._view, self._slices = view, slices
         self._whole, self._param = param, slices.locals[param]
-        self._space, self._index = slices.places[self._param]
+        self._buffer, self._index = slices.places[self._param]
 
     def _held(self) -> list[tuple[Slice, nn.Parameter, State]]:
         held = self._view.held
@@ -356,7 +356,7 @@ class _ParamState(MutableMapping[str, Any]):
         held = self._held()
         if not held or not isinstance(value, torch.Tensor):
             return value
-        tensor, whole = held[0][1], self._space.sharing.whole
+        tensor, whole = held[0][1], self._buffer.sharing.whole
         if not _is_by_element(value, tensor, name, whole):
             if value.numel() > 1:
                 raise RuntimeError(
@@ -381,7 +381,7 @@ class _ParamState(MutableMapping[str, Any]):
     def _set(self, name: str, value: Any) -> None:
         pieces = self._slices.pieces[self._param]
         if not pieces:
-            whole = self._space.sharing.whole
+            whole = self._buffer.sharing.whole
             known = self._slices.elsewhere(self._view.held, self._param)
             known.update(described(self._param, {name: value}, whole) or {})
             return
@@ -396,13 +396,13 @@ class _ParamState(MutableMapping[str, Any]):
         if not isinstance(value, torch.Tensor):
             return value
         fits = value.shape == self._param.shape or value.numel() == 1
-        if not fits and not self._space.sharing.whole:
+        if not fits and not self._buffer.sharing.whole:
             raise ValueError(
                 f"{name!r} of shape {tuple(value.shape)} has neither one element nor one for each "
                 f"of its parameter of shape {tuple(self._param.shape)}, so it cannot be cut into "
                 "what each rank owns; wrap the model with zero=Zero(stage, shard_by='tensor')"
             )
-        return cut_value(self._space, piece, self._param, value)
+        return cut_value(self._buffer, piece, self._param, value)
 
     def __delitem__(self, name: str) -> None:
         with self._slices.writing():
@@ -441,9 +441,9 @@ class StateSlice(SpreadTensor):
     ) -> StateSlice:
         """`parts`: what this rank has; `form`: a tensor of the same dtype and device, the shape."""
         like, shape = form
-        space, index = slices.places[param]
+        buffer, index = slices.places[param]
         if shape == tuple(param.shape):
-            sizes = space.full_like(index, torch.empty(0, dtype=like.dtype, device="meta"))
+            sizes = buffer.full_like(index, torch.empty(0, dtype=like.dtype, device="meta"))
         else:
             sizes = torch.empty(shape, dtype=like.dtype, device="meta")
         proxy = cls.without_memory(sizes, like)
@@ -480,7 +480,7 @@ class StateSlice(SpreadTensor):
 
     def whole(self) -> torch.Tensor:
         """Return all elements. Collective, unless they are numbers that this rank has."""
-        space, _ = self._slices.places[self._param]
+        buffer, _ = self._slices.places[self._param]
         for _, part in self._parts:
             if part.dim() == 0 and self._param.dim():
                 return part.clone()
@@ -495,18 +495,18 @@ class StateSlice(SpreadTensor):
         for piece, part in self._parts:
             if piece.rank == self._slices.rank:
                 dense = part.to_dense() if part.is_sparse else part
-                (space.cut(piece, whole) if by_element else whole).copy_(dense)
+                (buffer.cut(piece, whole) if by_element else whole).copy_(dense)
         flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
         exchange.reduce(flat, "the collection of an optimizer's state")
         return whole
 
     def write(self, whole: torch.Tensor) -> None:
         """Make this rank's elements those of `whole` from now on."""
-        space, _ = self._slices.places[self._param]
+        buffer, _ = self._slices.places[self._param]
         with self.writing():
             for piece, part in self._parts:
                 cut = whole.shape == self._param.shape and part.shape != whole.shape and part.dim()
-                part.copy_(space.cut(piece, whole) if cut else whole)
+                part.copy_(buffer.cut(piece, whole) if cut else whole)
 
     def writing(self) -> AbstractContextManager[None]:
         """Enter once other ranks do not need the elements as they are. Every rank does."""

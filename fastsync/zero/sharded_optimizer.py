@@ -99,7 +99,7 @@ class ShardedOptimizers(StepWatcher):
 
     Attributes:
         locals: what the ranks share of each parameter: of a DTensor, its local tensor.
-        cut: ranks that will share the state of the next optimizer.
+        partition: ranks that will share the state of the next optimizer.
         delivery: how what they update reaches the others.
         others: the ranks that have the rest of the state.
         taken: how many optimizers have been taken over so far.
@@ -121,12 +121,12 @@ class ShardedOptimizers(StepWatcher):
         words = engine.shares.make_words(timeout)
         self.exchange = Exchange(engine.group, meeting, words, engine.local_params)
         dtensors = {id(local): p.tensor for local, p in self._pairs() if local is not p.tensor}
-        self.sharers = ShardGroup(self.exchange, dtensors)
+        self.shard_group = ShardGroup(self.exchange, dtensors)
         self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = (
             weakref.WeakKeyDictionary()
         )
         ranks, doubled = tuple(range(engine.group.size())), engine.policy.elastic is not None
-        self.cut = Partition(ranks, engine.group.rank(), doubled)
+        self.partition = Partition(ranks, engine.group.rank(), doubled)
         self.delivery = Delivery(engine)
         self._buckets = _bucket_numbers(engine)
         self._homes = self._make_homes()
@@ -147,17 +147,17 @@ class ShardedOptimizers(StepWatcher):
         for local in self.locals:
             if self.shares_steps(local):
                 fill_memory(local)
-        if self.cut.doubled or self.cut.size == 1:
+        if self.partition.doubled or self.partition.size == 1:
             return []
         shared = ((t, p) for t, p in self._pairs() if self.shares_steps(t))
         trained = [t for t, p in shared if p.tensor.requires_grad and not p.sparse]
         kinds = self._by_kind(trained, self.unit == "tensor", self._buckets)
         homes: list[tuple[list[torch.Tensor], Home | None]] = []
         for kind, params in kinds.items():
-            sharing = self.sharing(kind.dtype, self.cut.size, kind.whole, True)
-            dtensors = self.sharers.dtensors  # which have a tensor over the same memory
+            sharing = self.sharing(kind.dtype, self.partition.size, kind.whole, True)
+            dtensors = self.shard_group.dtensors  # which have a tensor over the same memory
             stay = any(has_views(param, 1 + (id(param) in dtensors)) for param in params)
-            homes.append((params, None if stay else Home(params, self.cut.size, sharing)))
+            homes.append((params, None if stay else Home(params, self.partition.size, sharing)))
         return homes
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, NamedParam]]:
@@ -194,7 +194,7 @@ class ShardedOptimizers(StepWatcher):
             kinds.setdefault(_Kind(param.dtype, param.device, alone, bucket), []).append(param)
         return kinds
 
-    def make_spaces(self, params: Sequence[torch.Tensor], whole: bool) -> list[FlatBuffer]:
+    def make_buffers(self, params: Sequence[torch.Tensor], whole: bool) -> list[FlatBuffer]:
         """Return the parameters that can be cut together, in order, and where they lie. Collective.
 
         The same as when the model was wrapped, for parameters that have been trained since then.
@@ -207,8 +207,8 @@ class ShardedOptimizers(StepWatcher):
             ids = set(map(id, members))
             homes = (each for each in self._homes if ids == set(map(id, each[0])))
             ordered, home = next(homes, (members, None))
-            sharing = self.sharing(kind.dtype, self.cut.size, kind.whole, True)
-            if home is not None and not home.fits(lay_out(ordered, self.cut.size, sharing)):
+            sharing = self.sharing(kind.dtype, self.partition.size, kind.whole, True)
+            if home is not None and not home.fits(lay_out(ordered, self.partition.size, sharing)):
                 home = None
             found.append((kind, ordered, home))
         agreed = [True] * len(found)
@@ -216,12 +216,12 @@ class ShardedOptimizers(StepWatcher):
             place, mine = "the sharing of an optimizer's state", [h is not None for *_, h in found]
             everyones = gather_watched(mine, self.engine.group, place)
             agreed = [all(flags) for flags in zip(*everyones, strict=True)]
-        spaces = []
+        buffers = []
         for (kind, ordered, home), alike in zip(found, agreed, strict=True):
             gradients = kind.bucket is not None
-            sharing = self.sharing(kind.dtype, self.cut.size, kind.whole, gradients)
-            spaces.append(FlatBuffer(ordered, self.cut, sharing, home if alike else None))
-        return spaces
+            sharing = self.sharing(kind.dtype, self.partition.size, kind.whole, gradients)
+            buffers.append(FlatBuffer(ordered, self.partition, sharing, home if alike else None))
+        return buffers
 
     def shares_steps(self, param: torch.Tensor) -> bool:
         """Return whether the ranks share the steps on a parameter.
@@ -260,7 +260,7 @@ class ShardedOptimizers(StepWatcher):
             if sharded is not None:
                 sharded.detach(optimizer)
             sharded = self._sharded[optimizer] = ShardedOptimizer(self, optimizer)
-            self._share_gradients(sharded.spaces)
+            self._share_gradients(sharded.buffers)
         return sharded
 
     def _check_dtensors(self, optimizer: Optimizer) -> None:
@@ -353,27 +353,27 @@ class ShardedOptimizers(StepWatcher):
         make_whole(self.locals)
         self.engine.locals.finish()
 
-    def _share_gradients(self, spaces: Sequence[FlatBuffer]) -> None:
+    def _share_gradients(self, buffers: Sequence[FlatBuffer]) -> None:
         """Make the ranks share the gradients of what is cut by elements, too. Collective."""
         if not self.engine.policy.shardable or self.engine.group.size() == 1:
             return
-        taken = {id(param) for space in spaces for param in space.params}
+        taken = {id(param) for buffer in buffers for param in buffer.params}
         ours = [
             unit
-            for unit in self.sharers.units
-            if unit.space.is_intact() and not any(id(param) in taken for param in unit.params)
+            for unit in self.shard_group.units
+            if unit.buffer.is_intact() and not any(id(param) in taken for param in unit.params)
         ]
-        fresh = [space for space in spaces if space.sharing.gradients]
-        self.sharers.units = ours + [GradientShards(space, self.sharers) for space in fresh]
+        fresh = [buffer for buffer in buffers if buffer.sharing.gradients]
+        self.shard_group.units = [*ours, *(GradientShards(b, self.shard_group) for b in fresh)]
         self.engine.shard(
             [
                 ShardedUnit(
                     [self.index_of[id(param)] for param in unit.params],
-                    unit.space.layout.offsets,
-                    unit.space.layout.region,
+                    unit.buffer.layout.offsets,
+                    unit.buffer.layout.region,
                     unit.core,
                 )
-                for unit in self.sharers.units
+                for unit in self.shard_group.units
             ]
         )
 
@@ -404,7 +404,7 @@ class ShardedOptimizer:
     Attributes:
         number: of those that have been taken over, on all ranks alike.
         steps: those that this rank has made since.
-        cut: ranks that share the state.
+        partition: ranks that share the state.
         blank: it has made no step and loaded nothing, here or before; the same on all ranks.
         masters: of what it steps on here, those that are fp32 masters.
         slices: what `optimizer.state` says of its parameters.
@@ -419,11 +419,11 @@ class ShardedOptimizer:
         self._full = [[owner.local(param) for param in group["params"]] for group in groups]
         self._proxy: Optimizer | None = None
         params = [p for group in self._full for p in group if owner.shares_steps(p)]
-        spaces = owner.make_spaces(params, self._unit == "tensor")
+        buffers = owner.make_buffers(params, self._unit == "tensor")
         self.shares, self._let_go = StateShards(optimizer), False
         self._fetched = -1  # the version that this rank has fetched since it came to a change
         self._view = StateView({})
-        self.use(owner.cut, spaces)
+        self.use(owner.partition, buffers)
         self.blank = True
         self._loaded: dict[int, State] = {}  # by the id of its parameter
         self._cut_state(optimizer)
@@ -435,41 +435,41 @@ class ShardedOptimizer:
         )
         self.serve()
 
-    def use(self, cut: Partition, spaces: Sequence[FlatBuffer]) -> None:
-        """Step on what this rank has of these spaces from now on."""
-        self.cut, self.spaces = cut, list(spaces)
+    def use(self, partition: Partition, buffers: Sequence[FlatBuffer]) -> None:
+        """Step on what this rank has of these buffers from now on."""
+        self.partition, self.buffers = partition, list(buffers)
         self._pieces: dict[int, list[nn.Parameter]] = {
-            id(param): [] for space in spaces for param in space.params
+            id(param): [] for buffer in buffers for param in buffer.params
         }
         self._places: dict[torch.Tensor, tuple[FlatBuffer, Slice]] = {}
-        for space in self.spaces:
-            for piece, tensor in space.owned.items():
-                self._pieces[id(space.params[piece.param])].append(tensor)
-                self._places[tensor] = (space, piece)
-        self.masters = {t for t, (space, _) in self._places.items() if space.sharing.masters}
-        self.shares.use(cut, self.spaces)
+        for buffer in self.buffers:
+            for piece, tensor in buffer.owned.items():
+                self._pieces[id(buffer.params[piece.param])].append(tensor)
+                self._places[tensor] = (buffer, piece)
+        self.masters = {t for t, (buffer, _) in self._places.items() if buffer.sharing.masters}
+        self.shares.use(partition, self.buffers)
         before = getattr(self, "slices", None)
         full = [local for group in self._full for local in group if id(local) in self._pieces]
         order = {self._owner.param(local): local for local in full}
         exchange = self._owner.exchange
         # A cycle would keep the model until it is collected.
         made_of_self = weakly(self._first_state), weakly(self._alike), weakly(self._writing)
-        self.slices = Slices(spaces, exchange, order, *made_of_self)
+        self.slices = Slices(buffers, exchange, order, *made_of_self)
         self._view.slices = [each for each in self._view.slices if each is not before]
         self._view.slices.append(self.slices)
 
-    def _first_state(self, space: FlatBuffer, index: int) -> State | None:
+    def _first_state(self, buffer: FlatBuffer, index: int) -> State | None:
         """Return the state after a first step on a parameter; without elements where it is cut."""
-        optimizer, param = self._optimizer(), space.params[index]
+        optimizer, param = self._optimizer(), buffer.params[index]
         assert optimizer is not None
         owner = self._owner
-        if space.sharing.whole:
+        if buffer.sharing.whole:
             sparse = owner.engine.params[owner.index_of[id(param)]].sparse
             layout = torch.sparse_coo if sparse else torch.strided
             gradient = torch.zeros_like(param, layout=layout, requires_grad=False)
         else:
             gradient = torch.zeros(0, dtype=param.dtype, device=param.device)
-        if space.sharing.masters:
+        if buffer.sharing.masters:
             gradient = gradient.float()
         groups: list[dict[str, torch.Tensor]] = [
             {"": gradient} if any(p is param for p in group) else {} for group in self._full
@@ -481,16 +481,16 @@ class ShardedOptimizer:
         group = next(group for group in self._full if any(p is param for p in group))
         return [tensor for p in group for tensor in self._pieces.get(id(p), ())]
 
-    def sharing(self, space: FlatBuffer, shares: int) -> Sharing:
-        """Return what the ranks do with a space once it is cut into so many shares."""
-        now = space.sharing
-        return self._owner.sharing(space.dtype, shares, now.whole, now.gradients)
+    def sharing(self, buffer: FlatBuffer, shares: int) -> Sharing:
+        """Return what the ranks do with a buffer once it is cut into so many shares."""
+        now = buffer.sharing
+        return self._owner.sharing(buffer.dtype, shares, now.whole, now.gradients)
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer steps on the parameters that it was taken over with, and
         they lie where they did.
         """
-        return self.knows(optimizer) and all(space.is_intact() for space in self.spaces)
+        return self.knows(optimizer) and all(buffer.is_intact() for buffer in self.buffers)
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Return whether it steps on these parameters, wherever they lie now."""
@@ -512,10 +512,10 @@ class ShardedOptimizer:
             self._cut_state(optimizer)
         self._owner.delivery.begin()
         self.begin_change()
-        *ahead, last = [[space] for space in self.spaces]
+        *ahead, last = [[buffer] for buffer in self.buffers]
         if not _steps_by_parameter(optimizer):
-            ahead, last = [], self.spaces
-        tensors = {id(t) for space in last for t in space.owned.values()}
+            ahead, last = [], self.buffers
+        tensors = {id(t) for buffer in last for t in buffer.owned.values()}
         tensors |= {id(p) for p in params_of(optimizer) if self._pieces_of(p) is None}
         self._proxy = self._optimizer_proxy(optimizer, tensors)
         if not ahead:
@@ -524,8 +524,8 @@ class ShardedOptimizer:
         given = args[1] if len(args) > 1 else None
 
         def closure() -> Any:
-            for spaces in ahead:
-                self._step_ahead(optimizer, spaces)
+            for buffers in ahead:
+                self._step_ahead(optimizer, buffers)
             self._begin(last)
             return given() if given is not None else None
 
@@ -548,26 +548,26 @@ class ShardedOptimizer:
         proxy.state = self._view.held  # type: ignore[assignment]
         return proxy
 
-    def _begin(self, spaces: Sequence[FlatBuffer]) -> None:
-        for space in spaces:
-            space.begin_step()
-            gather_foreign(space)
-            lend_gradients(space)
-            self.slices.note_step(space)
-            stepped = self.masters & set(space.owned.values())
+    def _begin(self, buffers: Sequence[FlatBuffer]) -> None:
+        for buffer in buffers:
+            buffer.begin_step()
+            gather_foreign(buffer)
+            lend_gradients(buffer)
+            self.slices.note_step(buffer)
+            stepped = self.masters & set(buffer.owned.values())
             self.shares.stepped |= {tensor for tensor in stepped if tensor.grad is not None}
 
-    def _end(self, spaces: Sequence[FlatBuffer]) -> None:
-        for space in spaces:
-            for buffer, arrived in space.end_step():
-                self._owner.delivery.start(self.number, buffer, arrived)
+    def _end(self, buffers: Sequence[FlatBuffer]) -> None:
+        for buffer in buffers:
+            for gathered, arrived in buffer.end_step():
+                self._owner.delivery.start(self.number, gathered, arrived)
 
-    def _step_ahead(self, optimizer: Optimizer, spaces: Sequence[FlatBuffer]) -> None:
-        self._begin(spaces)
-        tensors = {id(t) for space in spaces for t in space.owned.values()}
+    def _step_ahead(self, optimizer: Optimizer, buffers: Sequence[FlatBuffer]) -> None:
+        self._begin(buffers)
+        tensors = {id(t) for buffer in buffers for t in buffer.owned.values()}
         with torch.no_grad():
             plain_step(self._optimizer_proxy(optimizer, tensors))
-        self._end(spaces)
+        self._end(buffers)
 
     def end_step(self, optimizer: Optimizer) -> None:
         """Hand over what the step has set, and exchange what it has updated. Collective."""
@@ -580,7 +580,7 @@ class ShardedOptimizer:
         kept = {"param_groups": optimizer.param_groups, "state": self._view}
         optimizer.__dict__.update({**proxy.__dict__, **kept})
         self.mark_used()
-        self._end(self.spaces[-1:] if _steps_by_parameter(optimizer) else self.spaces)
+        self._end(self.buffers[-1:] if _steps_by_parameter(optimizer) else self.buffers)
         stepped = [p for p in params_of(optimizer) if is_dtensor(p) and p.grad is not None]
         increment_version(stepped)  # as of what they are made of
         self._owner.engine.locals.finish()
@@ -604,15 +604,15 @@ class ShardedOptimizer:
         held = held_state(optimizer)
         if tensor not in self._places:
             return dict(held.get(tensor, {}))
-        space, piece = self._places[tensor]
-        return self.shares.saved(tensor, space.loaded_master(piece), held)
+        buffer, piece = self._places[tensor]
+        return self.shares.saved(tensor, buffer.loaded_master(piece), held)
 
     def take_master(self, tensor: torch.Tensor, state: Mapping[str, Any]) -> State:
         """Take the master of what `saved` returned; return the rest. Without one it follows the
         parameter."""
         if MASTER in state and tensor in self._places:
-            space, piece = self._places[tensor]
-            if space.load_master(piece, state[MASTER]):
+            buffer, piece = self._places[tensor]
+            if buffer.load_master(piece, state[MASTER]):
                 self.shares.stepped.add(tensor)
         return {name: value for name, value in state.items() if name != MASTER}
 
@@ -620,7 +620,7 @@ class ShardedOptimizer:
         """Restore the whole state, as if the optimizer had not been taken over. Collective."""
         whole: dict[torch.Tensor, State] = {}
         group, state_of = self._owner.engine.group, partial(self.saved, optimizer)
-        collect = partial(whole_states, self.spaces, state_of, group)
+        collect = partial(whole_states, self.buffers, state_of, group)
         self._owner.delivery.until_all(lambda: whole.update(collect()))
         self.take_state(optimizer)
         self.let_go(optimizer)
@@ -685,13 +685,13 @@ class ShardedOptimizer:
             gate.end_write()
 
     def _await_others(self) -> None:
-        if self._fetched == self.shares.gate.version and self.cut.size > 1:
-            await_others(self.cut, self.shares, self._owner.others, self.number)
+        if self._fetched == self.shares.gate.version and self.partition.size > 1:
+            await_others(self.partition, self.shares, self._owner.others, self.number)
         self._fetched = -1
 
     def end_change(self, optimizer: Optimizer) -> None:
         """Complete a change of the state: a step, or the loading of one. The ranks count them."""
-        self.shares.end_change(optimizer, self.spaces[0].params[0].device)
+        self.shares.end_change(optimizer, self.buffers[0].params[0].device)
 
     def _end_load(self, optimizer: Optimizer) -> None:
         self.begin_change()
@@ -708,54 +708,54 @@ class ShardedOptimizer:
             optimizer.state.slices.append(self.slices)
             self._view = optimizer.state
         held = self._view.held
-        for space in self.spaces:
-            params = list(map(self._owner.param, space.params))
+        for buffer in self.buffers:
+            params = list(map(self._owner.param, buffer.params))
             whole = [self._local(param, held.pop(param, None)) for param in params]
-            if space.sharing.masters:
+            if buffer.sharing.masters:
                 its = [self._local(param, loaded.get(id(param))) for param in params]
                 whole = [of_master(*pair) for pair in zip(whole, its, strict=True)]
             self.blank = self.blank and not any(whole)
-            alone = space.sharing.whole
+            alone = buffer.sharing.whole
             told = [
-                described(p, state, alone) for p, state in zip(space.params, whole, strict=True)
+                described(p, state, alone) for p, state in zip(buffer.params, whole, strict=True)
             ]
-            self.learn(space, dict(enumerate(told)))
-            for piece, tensor in space.owned.items():
+            self.learn(buffer, dict(enumerate(told)))
+            for piece, tensor in buffer.owned.items():
                 if values := whole[piece.param]:
-                    param = space.params[piece.param]
-                    mine = {n: cut_value(space, piece, param, v) for n, v in values.items()}
+                    param = buffer.params[piece.param]
+                    mine = {n: cut_value(buffer, piece, param, v) for n, v in values.items()}
                     if rest := self.take_master(tensor, mine):
                         held[tensor] = rest
         if not self.blank:
             self.mark_used()
 
-    def learn(self, space: FlatBuffer, known: Mapping[int, State | None]) -> None:
+    def learn(self, buffer: FlatBuffer, known: Mapping[int, State | None]) -> None:
         """Take what ranks without elements of a parameter have to know; see `described`."""
-        for index, param in enumerate(space.params):
+        for index, param in enumerate(buffer.params):
             self.slices.learn(param, known.get(index))
 
     def tell(self, optimizer: Optimizer) -> None:
         """Tell all ranks of the state that each has for its own pieces. Collective."""
         held, group = held_state(optimizer), self._owner.engine.group
-        for space in self.spaces:
+        for buffer in self.buffers:
             mine: dict[int, State | None] = {}
-            for piece, tensor in space.own.items():
-                state, param = held.get(tensor), space.params[piece.param]
+            for piece, tensor in buffer.own.items():
+                state, param = held.get(tensor), buffer.params[piece.param]
                 if state and tensor.shape != param.shape:
-                    state = {n: space.outline(piece.param, tensor, v) for n, v in state.items()}
-                mine[piece.param] = described(param, state, space.sharing.whole)
+                    state = {n: buffer.outline(piece.param, tensor, v) for n, v in state.items()}
+                mine[piece.param] = described(param, state, buffer.sharing.whole)
             known: dict[int, State | None] = {}
             for told in gather_watched(mine, group, "the state of an optimizer"):
                 known.update({index: state for index, state in told.items() if state is not None})
-            self.learn(space, known)
+            self.learn(buffer, known)
 
     def take_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
         """Remove what the optimizer has for this rank's pieces, and return it."""
         held = held_state(optimizer)
         return {
             tensor: held.pop(tensor)
-            for space in self.spaces
-            for tensor in space.owned.values()
+            for buffer in self.buffers
+            for tensor in buffer.owned.values()
             if tensor in held
         }
 
@@ -787,15 +787,15 @@ class ShardedOptimizer:
             )
         with torch.no_grad():
             others = self._owner.others
-            whole = fetch_whole(self.spaces, self.cut, self.shares, others, self.number)
+            whole = fetch_whole(self.buffers, self.partition, self.shares, others, self.number)
         self._fetched = self.shares.gate.version
         return self._placed(whole)
 
     def _after_state_dict(self, optimizer: Optimizer, _: object) -> None:
         held = held_state(optimizer)
         with self.shares.gate.moving:
-            for space in self.spaces:
-                for param in space.params:
+            for buffer in self.buffers:
+                for param in buffer.params:
                     held.pop(self._owner.param(param), None)
             held.update(self.shares.aside)
             self.shares.aside = {}
@@ -808,7 +808,7 @@ class ShardedOptimizer:
         """
         states = loaded.get("state", {})
         held = held_state(optimizer)
-        ours = (held.get(t) for space in self.spaces for t in space.owned.values())
+        ours = (held.get(t) for buffer in self.buffers for t in buffer.owned.values())
         if states and not any(states.values()) and any(ours):
             raise ValueError(
                 "the state to load has no values, but the optimizer has a state. If it comes from "

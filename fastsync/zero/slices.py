@@ -21,15 +21,15 @@ NARROW = (torch.bfloat16, torch.float16)
 _BATCH = 1 << 24
 
 
-def batches(space: FlatBuffer) -> Iterator[range]:
+def batches(buffer: FlatBuffer) -> Iterator[range]:
     """Parameters whose states are exchanged together."""
     begin = elements = 0
-    for index, param in enumerate(space.params):
+    for index, param in enumerate(buffer.params):
         if elements and elements + param.numel() > _BATCH:
             yield range(begin, index)
             begin, elements = index, 0
         elements += param.numel()
-    yield range(begin, len(space.params))
+    yield range(begin, len(buffer.params))
 
 
 def of_master(state: State | None, loaded: State | None) -> State | None:
@@ -57,11 +57,11 @@ def of_master(state: State | None, loaded: State | None) -> State | None:
     return wide
 
 
-def cut_value(space: FlatBuffer, piece: Slice, param: torch.Tensor, value: Any) -> Any:
+def cut_value(buffer: FlatBuffer, piece: Slice, param: torch.Tensor, value: Any) -> Any:
     """Return a value of a parameter's state, as its piece needs it: memory of its own."""
     if not isinstance(value, torch.Tensor):
         return value
-    return (space.cut(piece, value) if value.shape == param.shape else value).clone()
+    return (buffer.cut(piece, value) if value.shape == param.shape else value).clone()
 
 
 def is_plain(value: object) -> bool:
@@ -105,9 +105,9 @@ class _Joined:
 class Whole:
     """States of whole parameters, put together from parts."""
 
-    def __init__(self, spaces: Sequence[FlatBuffer]) -> None:
-        self._spaces = spaces
-        self._joined: list[dict[int, _Joined]] = [{} for _ in spaces]
+    def __init__(self, buffers: Sequence[FlatBuffer]) -> None:
+        self._buffers = buffers
+        self._joined: list[dict[int, _Joined]] = [{} for _ in buffers]
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []  # targets and values
 
     def add(self, number: int, piece: Slice, state: State) -> list[torch.Tensor]:
@@ -116,20 +116,20 @@ class Whole:
         Returns:
             What to fill, in the order of the `Spec` in the state.
         """
-        space, numel = self._spaces[number], piece.end - piece.begin
+        buffer, numel = self._buffers[number], piece.end - piece.begin
         joined = self._joined[number].setdefault(piece.param, _Joined())
         joined.parts.add(piece)
-        partial, targets = numel != space.params[piece.param].numel(), []
+        partial, targets = numel != buffer.params[piece.param].numel(), []
         for name, value in state.items():
             tensor = isinstance(value, Spec | torch.Tensor)
             if partial and tensor and value.shape == (numel,):
                 if name not in joined.values:
-                    device = "cpu" if value.is_cpu else space.params[0].device
+                    device = "cpu" if value.is_cpu else buffer.params[0].device
                     like = torch.empty(0, dtype=value.dtype, device=device)
-                    joined.values[name] = space.full_like(piece.param, like)
-                part = space.cut(piece, joined.values[name])
+                    joined.values[name] = buffer.full_like(piece.param, like)
+                part = buffer.cut(piece, joined.values[name])
             else:
-                part = self._new(space, value)
+                part = self._new(buffer, value)
                 joined.values.setdefault(name, part)
                 joined.rest.setdefault(name, {})[piece] = part
             if isinstance(value, Spec):
@@ -147,10 +147,10 @@ class Whole:
         self._own.clear()
 
     @staticmethod
-    def _new(space: FlatBuffer, value: Any) -> Any:
+    def _new(buffer: FlatBuffer, value: Any) -> Any:
         """Return room for a value that belongs to one part, or a value that is no tensor."""
         if isinstance(value, Spec):
-            return value.make(space.params[0].device)
+            return value.make(buffer.params[0].device)
         return torch.empty_like(value.detach()) if isinstance(value, torch.Tensor) else value
 
     def finished(self) -> dict[torch.Tensor, State]:
@@ -160,9 +160,9 @@ class Whole:
             ValueError: parts are missing, or differ in a value that belongs to no elements.
         """
         found = {}
-        for space, each in zip(self._spaces, self._joined, strict=True):
+        for buffer, each in zip(self._buffers, self._joined, strict=True):
             for index in sorted(each):
-                joined, param = each[index], space.params[index]
+                joined, param = each[index], buffer.params[index]
                 if sum(part.end - part.begin for part in joined.parts) != param.numel():
                     raise ValueError(
                         f"the optimizer's state of a parameter of shape {tuple(param.shape)} has "
@@ -194,7 +194,7 @@ def _alike(values: Sequence[Any]) -> bool:
 
 
 def whole_states(
-    spaces: Sequence[FlatBuffer],
+    buffers: Sequence[FlatBuffer],
     state_of: Callable[[torch.Tensor], State],
     group: dist.ProcessGroup,
 ) -> dict[torch.Tensor, State]:
@@ -202,14 +202,14 @@ def whole_states(
 
     Args:
         state_of: what this rank has for something that it steps on.
-        group: of the ranks that share the spaces.
+        group: of the ranks that share the buffers.
     """
-    whole = Whole(spaces)
-    for number, space in enumerate(spaces):
-        for batch in batches(space):
+    whole = Whole(buffers)
+    for number, buffer in enumerate(buffers):
+        for batch in batches(buffer):
             mine = {
                 piece: state
-                for piece, tensor in space.own.items()
+                for piece, tensor in buffer.own.items()
                 if piece.param in batch and (state := state_of(tensor))
             }
             place = "the collection of an optimizer's state"

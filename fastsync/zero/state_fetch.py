@@ -58,7 +58,7 @@ _PLACE = "the fetching of an optimizer's state"
 _CHANGE = "the next change of an optimizer's state"
 _NOT_YET = "it has not come to its next change yet"
 _LOOKS = 1.0  # seconds between two looks at ranks that are waited for
-# The states of pieces, with the number of the space of each.
+# The states of pieces, with the number of the buffer of each.
 Parts = Sequence[tuple[int, Slice, State]]
 
 
@@ -323,19 +323,19 @@ class StateShards:
         self.stepped: set[torch.Tensor] = set()
         self._optimizer = weakref.ref(optimizer)
         self._state: Mapping[torch.Tensor, State] = held_state(optimizer)
-        self._cut = Partition((), 0)
+        self._partition = Partition((), 0)
         self._held: list[tuple[int, Slice, torch.Tensor, Mapping[Slice, torch.Tensor]]] = []
         self._server: Server | None = None
         self._name = self._group = ""
 
-    def use(self, cut: Partition, spaces: Sequence[FlatBuffer]) -> None:
-        """Hold this rank's pieces of these spaces from now on."""
-        self._cut = cut
+    def use(self, partition: Partition, buffers: Sequence[FlatBuffer]) -> None:
+        """Hold this rank's pieces of these buffers from now on."""
+        self._partition = partition
         self.stepped = set()
         self._held = [
-            (number, piece, tensor, space.loaded)
-            for number, space in enumerate(spaces)
-            for piece, tensor in space.owned.items()
+            (number, piece, tensor, buffer.loaded)
+            for number, buffer in enumerate(buffers)
+            for piece, tensor in buffer.owned.items()
         ]
 
     def serve(self, others: Others, number: int) -> None:
@@ -394,7 +394,7 @@ class StateShards:
             return
         version, written = asked["stands"]
         with self.gate.reading(version, written, Env.read().agree_timeout) as done:
-            if asked["ranks"] != list(self._cut.ranks):
+            if asked["ranks"] != list(self._partition.ranks):
                 raise RuntimeError("it shares the state with other ranks now")
             with self.gate.moving:
                 parts = self.parts(asked["share"])
@@ -403,8 +403,8 @@ class StateShards:
 
 
 def fetch_whole(
-    spaces: Sequence[FlatBuffer],
-    cut: Partition,
+    buffers: Sequence[FlatBuffer],
+    partition: Partition,
     own: StateShards,
     others: Others,
     number: int,
@@ -412,7 +412,7 @@ def fetch_whole(
     """Return the states of whole parameters; nothing of those that have none. Not collective.
 
     Args:
-        cut: the ranks that share the state.
+        partition: the ranks that share the state.
         own: what this rank has.
         others: to be asked for the other shares.
         number: of the optimizer.
@@ -422,20 +422,20 @@ def fetch_whole(
         RuntimeError: a rank does not have that version.
         ValueError: a value belongs to no elements, and parts of a parameter differ in it.
     """
-    whole, asked = Whole(spaces), {"name": others.name_of(number), "stands": own.gate.stands}
-    left = deque(share for share in range(cut.size) if share not in cut.kept)
+    whole, asked = Whole(buffers), {"name": others.name_of(number), "stands": own.gate.stands}
+    left = deque(share for share in range(partition.size) if share not in partition.kept)
     holders: deque[_Holder] = deque()
     with ExitStack() as stack:
 
         def connect() -> None:
             while left and len(holders) < _AHEAD:
-                holders.append(_Holder(left.popleft(), cut, others, asked))
+                holders.append(_Holder(left.popleft(), partition, others, asked))
                 stack.callback(holders[-1].close)
 
         connect()
-        for share in cut.kept:
-            for space, piece, state in own.parts(share):
-                whole.add(space, piece, state)
+        for share in partition.kept:
+            for buffer, piece, state in own.parts(share):
+                whole.add(buffer, piece, state)
         copied = stack.enter_context(ThreadPoolExecutor(1)).submit(whole.copy_own)
         while holders:
             holders.popleft().read(whole)
@@ -444,23 +444,23 @@ def fetch_whole(
         return whole.finished()
 
 
-def await_others(cut: Partition, own: StateShards, others: Others, number: int) -> None:
+def await_others(partition: Partition, own: StateShards, others: Others, number: int) -> None:
     """Return once the other ranks have come to the change that this one has come to.
 
     One that has nothing to answer with, or has ended, is not waited for.
 
     Args:
-        cut, own, others, number: see `fetch_whole`.
+        partition, own, others, number: see `fetch_whole`.
 
     Raises:
         SyncFault: a rank has ended, or is stopped.
     """
     asked = {"name": others.name_of(number), "change": own.gate.arrived, "seconds": _LOOKS}
     end = time.monotonic() + Env.read().agree_timeout
-    for share in range(cut.size):
+    for share in range(partition.size):
         late = number_of(others.group, share)
         look = looker(others.group, f"{_CHANGE}, which rank {late} has not reached")
-        while share != cut.mine and not _has_arrived(share, others, asked):
+        while share != partition.mine and not _has_arrived(share, others, asked):
             look()
             if time.monotonic() > end:
                 return
@@ -487,15 +487,15 @@ class _Holder:
 
     Args:
         share: which.
-        cut, others, asked: see `fetch_whole`.
+        partition, others, asked: see `fetch_whole`.
     """
 
     def __init__(
-        self, share: int, cut: Partition, others: Others, asked: Mapping[str, Any]
+        self, share: int, partition: Partition, others: Others, asked: Mapping[str, Any]
     ) -> None:
         self._share, self._others = share, others
-        self._asked = {**asked, "share": share, "ranks": list(cut.ranks)}
-        self._ranks = [share, (share + 1) % cut.size] if cut.doubled else [share]
+        self._asked = {**asked, "share": share, "ranks": list(partition.ranks)}
+        self._ranks = [share, (share + 1) % partition.size] if partition.doubled else [share]
         self._call: Call | None = None
         self._connect(None)
 

@@ -37,7 +37,7 @@ class _Taken:
         steps: that it has made since.
         version: of its state, see `Gate`.
         blank: it has no state yet.
-        spaces: which of the model's parameters lie in each, and whether each has one owner.
+        buffers: which of the model's parameters lie in each, and whether each has one owner.
     """
 
     place: int
@@ -45,7 +45,7 @@ class _Taken:
     steps: int
     version: int
     blank: bool
-    spaces: list[tuple[list[int], bool]]
+    buffers: list[tuple[list[int], bool]]
 
 
 class Passing:
@@ -102,7 +102,7 @@ class Passing:
 
     def _attach(self, owner: ShardedOptimizers, told: _Taken) -> None:
         sharded = owner.attach(self._optimizers[told.place])
-        if self._spaces(sharded, owner) != told.spaces:
+        if self._buffers(sharded, owner) != told.buffers:
             raise ValueError(
                 "what the others gave does not fit: their optimizers have other parameters, or in "
                 "another order; make the optimizers as the script does at the start"
@@ -127,14 +127,14 @@ class Passing:
         taken = []
         for place, optimizer in enumerate(self._optimizers):
             if sharded := found.get(id(optimizer)):
-                spaces = self._spaces(sharded, owner)
+                buffers = self._buffers(sharded, owner)
                 told = (sharded.number, sharded.steps, sharded.shares.gate.version, sharded.blank)
-                taken.append(_Taken(place, *told, spaces))
+                taken.append(_Taken(place, *told, buffers))
         return taken
 
     @staticmethod
-    def _spaces(
+    def _buffers(
         sharded: ShardedOptimizer, owner: ShardedOptimizers
     ) -> list[tuple[list[int], bool]]:
         index_of = owner.index_of
-        return [([index_of[id(p)] for p in s.params], s.sharing.whole) for s in sharded.spaces]
+        return [([index_of[id(p)] for p in s.params], s.sharing.whole) for s in sharded.buffers]

@@ -293,7 +293,7 @@ def both_forms(rank, world, make, options):
     dist.barrier()
     sharded = model.reducer.sharded.known()[0][1]
     saved = partial(sharded.saved, optimizer)
-    whole = whole_states(sharded.spaces, saved, model.process_group)
+    whole = whole_states(sharded.buffers, saved, model.process_group)
     numbers = {id(param): i for i, param in enumerate(module.parameters())}
     gathered = io.BytesIO()
     torch.save({numbers[id(param)]: state for param, state in whole.items()}, gathered)

@@ -682,15 +682,15 @@ FAULTS = [
     Fault(
         "last-buffer-of-a-step-not-sent",
         "fastsync/zero/sharded_optimizer.py",
-        "self._end(self.spaces[-1:] if _steps_by_parameter(optimizer) else self.spaces)",
-        "self._end([] if _steps_by_parameter(optimizer) else self.spaces)",
+        "self._end(self.buffers[-1:] if _steps_by_parameter(optimizer) else self.buffers)",
+        "self._end([] if _steps_by_parameter(optimizer) else self.buffers)",
         "tests/zero/test_zero.py::test_weights_are_those_of_the_whole_optimizer[2-adamw]",
     ),
     Fault(
         "a-buffer-without-a-step",
         "fastsync/zero/sharded_optimizer.py",
-        "            for spaces in ahead:\n",
-        "            for spaces in ahead[1:]:\n",
+        "            for buffers in ahead:\n",
+        "            for buffers in ahead[1:]:\n",
         "tests/zero/test_zero_partial_steps.py::test_steps_in_turns_are_one_step[adamw]",
     ),
     Fault(

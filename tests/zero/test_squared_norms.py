@@ -34,8 +34,8 @@ def backward(model, rank, step, parts=1):
 
 def asked(model):
     """Return what the sums say."""
-    sharers = model.reducer.holders().sharers
-    units = [] if sharers is None else [unit.core for unit in sharers.units]
+    shard_group = model.reducer.holders().shard_group
+    units = [] if shard_group is None else [unit.core for unit in shard_group.units]
     return model._engine.core.squares(list(model.parameters()), units)
 
 
