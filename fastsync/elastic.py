@@ -103,7 +103,7 @@ class _Ranks:
 
     Attributes:
         ranks: how many there have been here, with those that have joined.
-        asked: how often another one has been asked for; written by a signal's handler alone.
+        requested: how often another one has been requested; written by a signal's handler alone.
         running: those that have not ended.
         failed: exit codes of those that have ended badly for good; negative: the signal.
     """
@@ -116,11 +116,11 @@ class _Ranks:
     restarts: int = 0
     most: int = 0
     ranks: int = 0
-    asked: int = 0
+    requested: int = 0
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     failed: dict[int, int] = field(default_factory=dict)
     signalled: int = 0  # this process
-    _heard: int = 0  # of what has been asked
+    _handled: int = 0  # of what has been requested
     _restarted: int = 0
     _again: dict[int, int] = field(default_factory=dict)  # running ranks, and the how manieth
     _alone: dict[int, TCPStore] = field(default_factory=dict)  # the stores of their groups
@@ -202,8 +202,8 @@ class _Ranks:
 
     def take_in(self) -> None:
         """Start the ranks that are to join."""
-        while self._heard < self.asked:
-            self._heard += 1
+        while self._handled < self.requested:
+            self._handled += 1
             left = self.everywhere
             if left >= self.most or self._ends or self.launchers.cut:
                 why = "the training ends" if self._ends else f"{left} of {self.most} are running"
@@ -218,8 +218,8 @@ class _Ranks:
     def _note(self, rank: int, code: int, restarts: bool) -> None:
         left = f"{self.everywhere} ranks are running"
         again = restarts and not self._ends and not self.launchers.cut and self.goes_on
-        words = "; it is started again" if again else ""
-        print(f"fastsync.elastic: rank {rank} {_words(code)}; {left}{words}", file=sys.stderr)
+        restart = "; it is started again" if again else ""
+        print(f"fastsync.elastic: rank {rank} {_exit_text(code)}; {left}{restart}", file=sys.stderr)
         if not again:
             self.failed[rank] = code
             return
@@ -266,7 +266,7 @@ class _Ranks:
         self.signalled = number
 
     def on_request(self, number: int, frame: FrameType | None) -> None:
-        self.asked += 1
+        self.requested += 1
 
 
 def _serve(port: int = 0) -> TCPStore:
@@ -274,7 +274,7 @@ def _serve(port: int = 0) -> TCPStore:
     return TCPStore(_HERE, port, is_master=True, wait_for_workers=False)
 
 
-def _words(code: int) -> str:
+def _exit_text(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -283,39 +283,39 @@ def _words(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def _check(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the process where options make no sense."""
-    if asked.nnodes < 1 or asked.nproc_per_node < 1:
+    if args.nnodes < 1 or args.nproc_per_node < 1:
         parser.error("--nnodes and --nproc-per-node must be at least 1")
-    if not 0 <= asked.node_rank < asked.nnodes:
-        parser.error(f"--node-rank must be from 0 to {asked.nnodes - 1}, but is {asked.node_rank}")
-    if asked.nnodes > 1 and not asked.master_addr:
+    if not 0 <= args.node_rank < args.nnodes:
+        parser.error(f"--node-rank must be from 0 to {args.nnodes - 1}, but is {args.node_rank}")
+    if args.nnodes > 1 and not args.master_addr:
         parser.error("--master-addr: name machine 0 as all others reach it")
-    world = asked.nnodes * asked.nproc_per_node
-    of = "--nproc-per-node" if asked.nnodes == 1 else "--nnodes x --nproc-per-node"
-    if not 1 <= asked.min_ranks <= world:
-        parser.error(f"--min-ranks must be from 1 to {of}, {world}, but is {asked.min_ranks}")
-    if asked.restarts < 0:
-        parser.error(f"--restarts must not be negative, but is {asked.restarts}")
-    most = world if asked.max_ranks is None else asked.max_ranks
+    world = args.nnodes * args.nproc_per_node
+    of = "--nproc-per-node" if args.nnodes == 1 else "--nnodes x --nproc-per-node"
+    if not 1 <= args.min_ranks <= world:
+        parser.error(f"--min-ranks must be from 1 to {of}, {world}, but is {args.min_ranks}")
+    if args.restarts < 0:
+        parser.error(f"--restarts must not be negative, but is {args.restarts}")
+    most = world if args.max_ranks is None else args.max_ranks
     if most < world:
         parser.error(f"--max-ranks must be at least {of}, {world}, but is {most}")
     if most > world == 1:
         parser.error("--max-ranks: ranks join a training that has begun with at least 2")
 
 
-def _meet(asked: argparse.Namespace) -> tuple[Store, tuple[str, int]]:
+def _meet(args: argparse.Namespace) -> tuple[Store, tuple[str, int]]:
     """The store that ranks meet in, and its host and port. As long as what serves it, so does it.
 
     Raises:
         RuntimeError: it cannot be reached, or not be served.
     """
-    if asked.nnodes == 1:
+    if args.nnodes == 1:
         served = _serve()
         return served, (_HERE, served.port)
-    place = (asked.master_addr, asked.master_port)
-    if asked.node_rank == 0:
-        return _serve(asked.master_port), place
+    place = (args.master_addr, args.master_port)
+    if args.node_rank == 0:
+        return _serve(args.master_port), place
     store = connect_store(*place, _PATIENCE)
     limit_silence(store, _PATIENCE.total_seconds())
     return store, place
@@ -347,36 +347,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 if at least `--min-ranks` ranks have ended well.
     """
     parser = _parser()
-    asked = parser.parse_args(argv)
-    _check(parser, asked)
-    each, world = asked.nproc_per_node, asked.nnodes * asked.nproc_per_node
-    most = world if asked.max_ranks is None else asked.max_ranks
+    args = parser.parse_args(argv)
+    _check(parser, args)
+    each, world = args.nproc_per_node, args.nnodes * args.nproc_per_node
+    most = world if args.max_ranks is None else args.max_ranks
     try:
-        store, place = _meet(asked)
+        store, place = _meet(args)
     except RuntimeError as error:
-        host = f"--master-addr {asked.master_addr} --master-port {asked.master_port}"
+        host = f"--master-addr {args.master_addr} --master-port {args.master_port}"
         parser.error(f"{host}: {error}")
-    launchers = Launchers(PrefixStore(ELASTIC_STORE, store), asked.node_rank, asked.nnodes, each)
-    shape = f"--nnodes {asked.nnodes} --nproc-per-node {each}"
+    launchers = Launchers(PrefixStore(ELASTIC_STORE, store), args.node_rank, args.nnodes, each)
+    shape = f"--nnodes {args.nnodes} --nproc-per-node {each}"
     if (others := launchers.agreed(shape)) != shape:
         parser.error(f"{shape}: the launcher of machine 0 was started with {others}")
-    command = [sys.executable, *(["-m"] if asked.module else []), asked.program, *asked.arguments]
-    ranks = _Ranks(command, world, each, place, launchers, asked.restarts, most)
+    command = [sys.executable, *(["-m"] if args.module else []), args.program, *args.arguments]
+    ranks = _Ranks(command, world, each, place, launchers, args.restarts, most)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, ranks.on_signal)
     signal.signal(signal.SIGUSR1, ranks.on_request)
     try:
         ranks.start()
         if most > world:
-            words = f"send SIGUSR1 to process {os.getpid()} for each rank that is to join"
-            print(f"fastsync.elastic: {words}", file=sys.stderr)
-        _run(ranks, asked.min_ranks)
+            remedy = f"send SIGUSR1 to process {os.getpid()} for each rank that is to join"
+            print(f"fastsync.elastic: {remedy}", file=sys.stderr)
+        _run(ranks, args.min_ranks)
     finally:
         ranks.end()
     _see_out(ranks)
     if ranks.signalled:
         return 128 + ranks.signalled
-    return 0 if ranks.are_enough(asked.min_ranks) else 1
+    return 0 if ranks.are_enough(args.min_ranks) else 1
 
 
 if __name__ == "__main__":

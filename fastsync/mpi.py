@@ -241,8 +241,8 @@ class _Group:
         self._lock, self._tags = threading.Lock(), int(comm.Get_attr(MPI.TAG_UB)) + 1
 
     def collective(self, how: How, name: str, *args: Any) -> None:
-        said = zlib.crc32(how[2].encode())
-        mine = torch.tensor([said, -said], device="cpu")
+        digest = zlib.crc32(how[2].encode())
+        mine = torch.tensor([digest, -digest], device="cpu")
         found = torch.empty_like(mine)
         with self._lock, torch.no_grad():
             number = _begun[self.name] = _begun.get(self.name, 0) + 1
@@ -338,16 +338,16 @@ class _Group:
         dense.land_message(status)
 
 
-def _make(asked: Any, _: Any) -> Any:
+def _make(options: Any, _: Any) -> Any:
     """A process group's backend. Collective of its ranks."""
-    place, known = (asked.group_rank, asked.group_size), (_world.rank, _world.size)
-    members = list(asked.global_ranks_in_group) or list(range(asked.group_size))
-    if max(members) >= _world.size or (not asked.global_ranks_in_group and place != known):
+    place, known = (options.group_rank, options.group_size), (_world.rank, _world.size)
+    members = list(options.global_ranks_in_group) or list(range(options.group_size))
+    if max(members) >= _world.size or (not options.global_ranks_in_group and place != known):
         text = "torch.distributed was told rank {} of {}, but MPI says {} of {}: start with mpirun"
         raise ValueError(text.format(*place, *known))
-    tag = zlib.crc32(asked.group_id.encode()) & 0x7FFF
-    group = _Group(_world.Create_group(_world.group.Incl(members), tag), asked.group_id, members)
-    seconds = asked.timeout.total_seconds()
+    tag = zlib.crc32(options.group_id.encode()) & 0x7FFF
+    group = _Group(_world.Create_group(_world.group.Incl(members), tag), options.group_id, members)
+    seconds = options.timeout.total_seconds()
     _backends.append(load().HostBackend(group.rank, group.size, NAME, seconds, group))
     _stores.clear()  # the process group's store is in the same process, and serves the same port
     return _backends[-1]

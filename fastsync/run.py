@@ -72,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv`; end as the program ends."""
     parser = _parser()
-    asked = parser.parse_args(argv)
-    text = ",".join([*asked.options, *([f"sync={asked.sync}"] if asked.sync else [])])
+    args = parser.parse_args(argv)
+    text = ",".join([*args.options, *([f"sync={args.sync}"] if args.sync else [])])
     try:
         options = ddp_options(text or "1") or {}
     except ValueError as error:
@@ -85,17 +85,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     if not is_replaced():
         ask_to_replace(text or "1")
-    if asked.module or _is_script(asked.program):
+    if args.module or _is_script(args.program):
         if not is_replaced():
             replace_ddp(**grouped(options))
         if launched_by_mpi() and not has_rank():
             _join_mpi()
-        _run(asked.program, asked.arguments, asked.module)
+        _run(args.program, args.arguments, args.module)
         return
-    command = shutil.which(asked.program)
+    command = shutil.which(args.program)
     if command is None:
-        parser.error(f"{asked.program!r} is neither a script nor a command; a module needs -m")
-    os.execv(command, [asked.program, *asked.arguments])
+        parser.error(f"{args.program!r} is neither a script nor a command; a module needs -m")
+    os.execv(command, [args.program, *args.arguments])
 
 
 def _join_mpi() -> None:

@@ -130,11 +130,11 @@ def meet_alone(port: int) -> None:
 
 def _alone(handler: Callable[..., Iterator[Any]], port: int) -> Callable[..., Iterator[Any]]:
     def rendezvous(url: str, **options: Any) -> Iterator[Any]:
-        asked = urlparse(url)
-        if asked.scheme == "env" or asked.port == port:
-            parts = [p for p in asked.query.split("&") if p and not p.startswith(_NUMBERS)]
-            asked = asked._replace(query="&".join([*parts, "rank=0", "world_size=1"]))
-        return handler(asked.geturl(), **options)
+        parsed = urlparse(url)
+        if parsed.scheme == "env" or parsed.port == port:
+            parts = [p for p in parsed.query.split("&") if p and not p.startswith(_NUMBERS)]
+            parsed = parsed._replace(query="&".join([*parts, "rank=0", "world_size=1"]))
+        return handler(parsed.geturl(), **options)
 
     return rendezvous
 

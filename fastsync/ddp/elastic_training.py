@@ -336,9 +336,9 @@ class Elastic:
         """Return the ranks that have ended so far, and how each ended."""
         found: dict[int, str] = {}
         for watch, ranks in self._watches:
-            for rank, words in watch.gone():
+            for rank, reason in watch.gone():
                 if rank in ranks:
-                    found.setdefault(ranks[rank], words.removeprefix(f"rank {rank} "))
+                    found.setdefault(ranks[rank], reason.removeprefix(f"rank {rank} "))
         found.pop(self._me, None)
         return found
 
@@ -498,11 +498,11 @@ class Elastic:
         lost = self._losses(before.ranks, self.now.ranks)
         new = [rank for rank in self.now.ranks if rank not in before.ranks]
         verbs = ("is back" if rank < self._started else "has joined" for rank in new)
-        said = [lost, *(f"rank {rank} {verb}" for rank, verb in zip(new, verbs, strict=True))]
+        changes = [lost, *(f"rank {rank} {verb}" for rank, verb in zip(new, verbs, strict=True))]
         nothing = "a rank that was being taken in has ended, or one was late"
-        words = "; ".join(filter(None, said)) or nothing
+        text = "; ".join(filter(None, changes)) or nothing
         left, step = list(self.now.ranks), self.now.since
-        _log.warning("fastsync: %s. Ranks %s go on with step %d", words, left, step)
+        _log.warning("fastsync: %s. Ranks %s go on with step %d", text, left, step)
 
 
 def _refuse(reducer: Reducer) -> None:

@@ -73,10 +73,10 @@ class _Training:
 
     @classmethod
     def decoded(cls, text: str) -> _Training:
-        told = json.loads(text)
-        stated = told["statement"]
+        call = json.loads(text)
+        stated = call["statement"]
         params = [(name, tuple(shape), *rest) for name, shape, *rest in stated["params"]]
-        return cls(told["place"], Statement(stated["settings"], params))
+        return cls(call["place"], Statement(stated["settings"], params))
 
 
 class Returns(StepWatcher):
@@ -105,7 +105,7 @@ class Returns(StepWatcher):
         self._doorway = JoinGate(self._store)
         self._looks = True  # the store is there
         self._stepped = -1  # the averages that there were when an optimizer stepped
-        self._asked = -1  # and when this rank last looked for a call
+        self._looked = -1  # and when this rank last looked for a call
         self._joins: dist.ProcessGroup | None = None  # what this rank is about to be in
         self._ours = {id(param.tensor) for param in engine.params}
         self._lates = 0  # times that the others have gone on without this rank
@@ -168,7 +168,7 @@ class Returns(StepWatcher):
         elastic.step_aside(self._lates)
         self._wait_and_join(Waiting(self._store, rank, elastic.timeout.total_seconds()))
         elastic.left_out = False
-        self._asked = elastic.steps  # the others have looked for this call
+        self._looked = elastic.steps  # the others have looked for this call
 
     def _wait_and_join(self, waiting: Waiting) -> None:
         alone = self._engine.group
@@ -198,7 +198,7 @@ class Returns(StepWatcher):
         self.come_back_if_late()
         elastic, steps = self._elastic, self._elastic.steps
         # With `sync` forwards may follow an average before the next one.
-        begins, self._asked = self._asked < steps == self._stepped, steps
+        begins, self._looked = self._looked < steps == self._stepped, steps
         try:
             # Called before the average that was the last, so that all of its ranks find the call.
             called = self._looks and begins and steps > 0 and self._is_called(steps - 1)
@@ -225,9 +225,9 @@ class Returns(StepWatcher):
 
     def _statement(self, settings: Sequence[str]) -> Statement:
         policy = self._engine.policy
-        said = {f.name: str(getattr(policy, f.name)) for f in fields(policy)}
+        stated = {f.name: str(getattr(policy, f.name)) for f in fields(policy)}
         buffers = [(name, tuple(b.shape), str(b.dtype)) for name, b in self._module.named_buffers()]
-        said |= {
+        stated |= {
             "torch": torch.__version__,
             "bucket_cap_mb": ", ".join(settings),
             "the module's buffers": str(buffers),
@@ -235,7 +235,7 @@ class Returns(StepWatcher):
         }
         tensors = [(p.name, p.tensor) for p in self._engine.params]
         params = [(name, tuple(t.shape), str(t.dtype), True) for name, t in tensors]
-        return Statement(said, params)
+        return Statement(stated, params)
 
     def _hand_over(self, group: dist.ProcessGroup, decision: Decision) -> None:
         """Exchange state with joining ranks, on all ranks that are about to make `group`, once they

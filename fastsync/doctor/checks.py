@@ -94,8 +94,8 @@ def check_versions(ranks: Ranks, backend: str) -> list[Finding]:
     first = next(iter(ranks.values()), None)
     if found or first is None:
         return found
-    said = ", ".join(f"{k} {v}" for k, v in first.versions.items() if k != "fastsync's sources")
-    return [ok("versions", said + (" on every rank" if len(ranks) > 1 else ""))]
+    versions = ", ".join(f"{k} {v}" for k, v in first.versions.items() if k != "fastsync's sources")
+    return [ok("versions", versions + (" on every rank" if len(ranks) > 1 else ""))]
 
 
 def check_build(ranks: Ranks, backend: str) -> list[Finding]:

@@ -84,8 +84,8 @@ def run_drill(fault: str, backend: str) -> str:
         fault: that it has; empty: none.
     """
     command = [sys.executable, "-m", "fastsync.doctor.drill_rank", fault, backend]
-    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(command, env=inherited(_AS_CLIENT), stdout=said, stderr=errors)
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, env=inherited(_AS_CLIENT), stdout=output, stderr=errors)
         try:
             ended = _watch(process.pid)
         finally:
@@ -94,7 +94,7 @@ def run_drill(fault: str, backend: str) -> str:
         ended = ended or (Signals(-code).name if code < 0 else f"exit code {code}")
         printed = os.pread(errors.fileno(), 1 << 24, 0).decode(errors="replace")
         facts: dict[str, Any] = {"text": printed.strip().rpartition("\n")[2]}
-        for line in os.pread(said.fileno(), 1 << 20, 0).splitlines():
+        for line in os.pread(output.fileno(), 1 << 20, 0).splitlines():
             with contextlib.suppress(ValueError, TypeError):  # a library prints
                 facts |= json.loads(line)
     facts["text"] = " ".join(facts["text"].split())

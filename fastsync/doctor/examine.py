@@ -131,10 +131,10 @@ def examine(team: Team, backend: str, seconds: float, drill: str = "") -> Report
     local_rank, first = dist.get_node_local_rank(fallback_rank=0), team.rank == 0
     team.say("facts of all ranks")
     came = team.gather("roll call", "here")
-    absent = {rank for rank, said in enumerate(came) if said is None}
+    absent = {rank for rank, answer in enumerate(came) if answer is None}
     mine = facts_of_this_rank(team.store if team.world > 1 else None, local_rank)
-    told = team.gather("facts", mine.dump(), _BUILD, absent)
-    ranks = {rank: Facts.parse(text) for rank, text in enumerate(told) if text is not None}
+    reports = team.gather("facts", mine.dump(), _BUILD, absent)
+    ranks = {rank: Facts.parse(text) for rank, text in enumerate(reports) if text is not None}
     findings = check_facts(ranks, team.world, backend) if first else []
     measured, failed = None, any(finding.level is Level.FAIL for finding in findings)
     if team.tell("go on", "no" if failed else "yes", _BUILD) == "yes":
@@ -173,8 +173,8 @@ def _open_group(team: Team, backend: str, device: torch.device) -> list[Finding]
     except RuntimeError as raised:
         error = str(raised).splitlines()[0]
     # Rank 0 may only come here when another rank has been here for the timeout.
-    told = team.gather("group", error, 2 * team.timeout)
-    failed = {rank: text for rank, text in enumerate(told) if text != ""}
+    reports = team.gather("group", error, 2 * team.timeout)
+    failed = {rank: text for rank, text in enumerate(reports) if text != ""}
     if team.tell("group", "failed" if failed else "", 2 * team.timeout) == "":
         return []
     remedy = "Look at firewalls between the machines, and at GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"

@@ -187,20 +187,20 @@ def find_interface(address: str, interfaces: tuple[Interface, ...]) -> Interface
     return None
 
 
-def gloo_address(asked: str, interfaces: tuple[Interface, ...]) -> str:
+def gloo_address(wanted: str, interfaces: tuple[Interface, ...]) -> str:
     """Return the address at which the other ranks find this one's Gloo.
 
     Gloo takes the interface that GLOO_SOCKET_IFNAME names. Without it, it takes the first address
     of the machine's name at which it can listen, and 127.0.0.1 if there is none.
 
     Args:
-        asked: the variable, empty where it is not set; of several names the first counts.
+        wanted: the variable, empty where it is not set; of several names the first counts.
 
     Returns:
         Empty if there is no such interface, or it has no address.
     """
-    if asked:
-        first = asked.split(",")[0]
+    if wanted:
+        first = wanted.split(",")[0]
         return next((i.addresses[0] for i in interfaces if i.name == first and i.addresses), "")
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)

@@ -68,7 +68,7 @@ class Arrivals:
         absent = self._absent()
         speaker = next(rank for rank in range(self._world) if rank not in absent)
         if absent and speaker == self._rank:
-            print(f"fastsync: {self._words(absent)}", file=sys.stderr, flush=True)
+            print(f"fastsync: {self._absent_text(absent)}", file=sys.stderr, flush=True)
 
     def explain(self, error: str) -> None:
         """Explain a meeting that has failed with `error`.
@@ -80,27 +80,27 @@ class Arrivals:
         time.sleep(_ANSWERS)  # one that comes just now is not to blame
         rank, why = self._exit_reason()
         if why:
-            words = f"{name_ranks(absent := [rank])} raised {why}"
+            description = f"{name_ranks(absent := [rank])} raised {why}"
             reason = "raised"
         elif absent := self._absent():
-            words = (
-                f"{self._words(absent)}. Find out whether they have ended, and what they wait for; "
-                "the timeout of init_process_group() says how long others wait for them"
+            description = (
+                f"{self._absent_text(absent)}. Find out whether they have ended, and what they "
+                "wait for; the timeout of init_process_group() says how long others wait for them"
             )
             reason = "has not come"
         elif absent := self._named_as("asleep"):
-            words, reason = self._without_answer(absent)
+            description, reason = self._without_answer(absent)
         elif absent := self._ended():
-            words = (
+            description = (
                 f"{name_ranks(absent)} ended without a word where the model is wrapped. Look at "
                 "what it printed, and in the system's log for the out-of-memory killer"
             )
             reason = "ended without a word"
         elif absent := self._asleep():
-            words, reason = self._without_answer(absent)
+            description, reason = self._without_answer(absent)
         else:
             return
-        text = f"fastsync: {words}. (The backend says: {error})"
+        text = f"fastsync: {description}. (The backend says: {error})"
         raise SyncFault(text, absent, seconds=self._waited(), reason=reason)
 
     def end(self, came: bool) -> None:
@@ -215,7 +215,7 @@ class Arrivals:
     def _process_of(self, rank: int) -> str:
         return f"{self._place}/{rank}/process"
 
-    def _words(self, absent: list[int]) -> str:
+    def _absent_text(self, absent: list[int]) -> str:
         have = "has" if len(absent) == 1 else "have"
         return (
             f"rank {self._rank} has waited {self._waited():.1f} s for {name_ranks(absent)}, which "

@@ -107,8 +107,8 @@ class Preemption:
         """
         self._quiet_until = time.monotonic() + _SAME  # a launcher tells those that are left to end
         number = self._number or signal.SIGTERM
-        words = f"rank {self._rank} ends: {signal.Signals(number).name}, saved"
-        print(f"fastsync: {words}", file=sys.stderr, flush=True)
+        text = f"rank {self._rank} ends: {signal.Signals(number).name}, saved"
+        print(f"fastsync: {text}", file=sys.stderr, flush=True)
         raise SystemExit(128 + number)
 
     def on_signal(self, number: int) -> None:
@@ -135,9 +135,9 @@ class Preemption:
         """Wait for a signal, or word of one; then agree with all ranks."""
         period = max(_PERIOD, self._world * _PERIOD / _RANKS_PER_PERIOD)
         try:
-            while not (told := self._told(period)) and not self._is_called():
+            while not (message := self._message(period)) and not self._is_called():
                 pass
-            if told != _CLOSED:
+            if message != _CLOSED:
                 self._agree()
         except RuntimeError as error:  # each kind of store has its own
             self._give_up(f"the rendezvous store has gone: {error}")
@@ -145,7 +145,7 @@ class Preemption:
             if self._number:
                 os.kill(self._process, self._number)
 
-    def _told(self, seconds: float) -> bytes:
+    def _message(self, seconds: float) -> bytes:
         """Return what has been written to the pipe: a signal, or the end. Empty: nothing."""
         ready, _, _ = select.select([self._pipe[0]], [], [], seconds)
         return os.read(self._pipe[0], 1) if ready else b""
@@ -171,7 +171,7 @@ class Preemption:
     def _decision(self, store: Store) -> str:
         key, why, look = self._key(_DECIDED), "", self._look_out()
         while not store.check([key]):
-            closed = self._told(_PAUSE) == _CLOSED
+            closed = self._message(_PAUSE) == _CLOSED
             try:
                 look()
             except RuntimeError as error:
@@ -185,8 +185,8 @@ class Preemption:
 
     def _give_up(self, why: str) -> None:
         if self._number:
-            words = f"rank {self._rank} does not call on_preemption: {why}"
-            print(f"fastsync: {words}", file=sys.stderr, flush=True)
+            text = f"rank {self._rank} does not call on_preemption: {why}"
+            print(f"fastsync: {text}", file=sys.stderr, flush=True)
 
     def _key(self, what: str) -> str:
         return f"{self._place}/{what}"

@@ -62,7 +62,7 @@ class Rendezvous:
         self._name, self._timeout, self._wait_scope = name, timeout, wait_scope
         self._number_of = number_of
         self._meetings = 0
-        self._said = ""
+        self._statement = ""
         if self._store is not None:
             # Ranks open their places in one order, two of one name too.
             base = f"fastsync/{group.group_name}/{name}"
@@ -74,12 +74,12 @@ class Rendezvous:
         """Return the name of the place, which no other place has."""
         return self._name
 
-    def meet(self, reason: str, said: str = "", remedy: str = _REMEDY) -> bool:
+    def meet(self, reason: str, statement: str = "", remedy: str = _REMEDY) -> bool:
         """Wait until every rank has come.
 
         Args:
             reason: what the ranks meet for, as an error says it.
-            said: a text that this rank tells the others.
+            statement: a text that this rank tells the others.
             remedy: what the script should do instead, as an error says it.
 
         Returns:
@@ -93,15 +93,15 @@ class Rendezvous:
         if store is None:
             return self._world == 1
         with needing_store(self._group, reason):
-            return self._meet(store, reason, said, remedy)
+            return self._meet(store, reason, statement, remedy)
 
-    def _meet(self, store: Store, reason: str, said: str, remedy: str) -> bool:
+    def _meet(self, store: Store, reason: str, statement: str, remedy: str) -> bool:
         place = f"{self._name}-{self._meetings}"
         store.set(f"{place}/{self._rank}", "here")
-        store.add(f"{place}/said {said}", 1)
+        store.add(f"{place}/statement {statement}", 1)
         if store.add(f"{place}/count", 1) == self._world:
             # The last rank to be counted finds that every rank has spoken.
-            alike = store.add(f"{place}/said {said}", 0) == self._world
+            alike = store.add(f"{place}/statement {statement}", 0) == self._world
             store.set(f"{place}/all", "alike" if alike else "unlike")
         with self._wait_scope(f"a meeting for {reason}") as look:
             if absent := list(map(self._number_of, self._absent(store, place, look))):
@@ -113,8 +113,8 @@ class Rendezvous:
                     reason="did not come",
                 )
         verdict = store.get(f"{place}/all") == b"alike"
-        self._clear(store, f"{self._name}-{self._meetings - 1}", self._said)
-        self._said = said
+        self._clear(store, f"{self._name}-{self._meetings - 1}", self._statement)
+        self._statement = statement
         return verdict
 
     def _absent(self, store: Store, place: str, look: Callable[[], None]) -> list[int]:
@@ -129,12 +129,12 @@ class Rendezvous:
                 return absent
         return []
 
-    def _clear(self, store: Store, former: str, said: str) -> None:
+    def _clear(self, store: Store, former: str, statement: str) -> None:
         """Delete the keys of the former meeting: every rank is here, so none
         reads them any more.
         """
         store.delete_key(f"{former}/{self._rank}")
-        store.delete_key(f"{former}/said {said}")
+        store.delete_key(f"{former}/statement {statement}")
         if self._rank == 0:
             store.delete_key(f"{former}/count")
             store.delete_key(f"{former}/all")

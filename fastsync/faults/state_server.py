@@ -63,7 +63,7 @@ class Answer:
 class Served(Protocol):
     """An object that other ranks may ask. Its methods are called on threads of the server."""
 
-    def answer(self, asked: dict[str, Any]) -> AbstractContextManager[Answer]:
+    def answer(self, request: dict[str, Any]) -> AbstractContextManager[Answer]:
         """Return the answer, which is sent before the context is left.
 
         Raises:
@@ -181,7 +181,7 @@ class Server:
     def _is_wanted(self, deadline: float) -> bool:
         if not self._served or time.monotonic() > deadline:
             return False
-        return any(not team.is_told("ended") for team in self._teams.values())
+        return any(not team.has_been_reported("ended") for team in self._teams.values())
 
     # -- threads --
 
@@ -214,18 +214,18 @@ class Server:
                 if hmac.compare_digest(lines.readline(_LONGEST).strip(), self._secret.encode()):
                     connection.settimeout(None)
                     limit_connection(connection, self._lost_after)
-                    if asked := lines.readline(_LONGEST):
-                        self._answer(connection, json.loads(asked))
+                    if request := lines.readline(_LONGEST):
+                        self._answer(connection, json.loads(request))
         finally:
             self._connections.discard(connection)
 
-    def _answer(self, connection: socket.socket, asked: dict[str, Any]) -> None:
+    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
         with contextlib.ExitStack() as stack:
             try:
-                served = self._served.get(asked["name"])
+                served = self._served.get(request["name"])
                 if served is None:
                     raise RuntimeError("it has nothing of that any more")
-                answer = stack.enter_context(served.answer(asked))
+                answer = stack.enter_context(served.answer(request))
             except Exception as error:  # of classes of the user's, too
                 text = str(error) if type(error) is RuntimeError else repr(error)
                 connection.sendall(_HEAD.pack(False, len(text.encode())) + text.encode())
@@ -254,7 +254,7 @@ class _Team:
         """Say that `what` is so on this rank."""
         self._add(what, 1)
 
-    def is_told(self, what: str) -> bool:
+    def has_been_reported(self, what: str) -> bool:
         """Return whether all ranks have told it, or the store has gone."""
         ranks = self._add(what, 0)
         return ranks is None or ranks >= self._size
@@ -279,21 +279,21 @@ class _Kept:
         team: the ranks that may ask for it.
         name: equal on all of them.
         deadline: until when it is kept.
-        told: the others know.
+        reported: the others know.
     """
 
     served: Served
     team: _Team
     name: str
     deadline: float
-    told: bool = False
+    reported: bool = False
 
     def is_over(self) -> bool:
         """Return whether no rank can ask for it any more, or for long enough none has."""
-        if not self.told:
+        if not self.reported:
             self.team.tell(self.name)
-            self.told = True
-        return time.monotonic() > self.deadline or self.team.is_told(self.name)
+            self.reported = True
+        return time.monotonic() > self.deadline or self.team.has_been_reported(self.name)
 
 
 def _reach(host: str, port: int) -> Store:
@@ -368,17 +368,17 @@ class Call:
         self._reader = BufferedReader(_Answers(self._connection, waits), _READS)
         self._connection.sendall(f"{secret}\n".encode())
 
-    def ask(self, asked: dict[str, Any]) -> bytes:
+    def ask(self, request: dict[str, Any]) -> bytes:
         """Ask once, and return the head of the answer.
 
         Args:
-            asked: plain values for `Served.answer`; "name" says whose.
+            request: plain values for `Served.answer`; "name" says whose.
 
         Raises:
             RuntimeError: the other rank has no answer; says why. Or `waits` raises it.
             OSError: the other rank has ended.
         """
-        self._connection.sendall(f"{json.dumps(asked)}\n".encode())
+        self._connection.sendall(f"{json.dumps(request)}\n".encode())
         there, size = _HEAD.unpack(self._read(_HEAD.size))
         content = self._read(size)
         if not there:

@@ -62,9 +62,9 @@ class Decision:
     @classmethod
     def of(cls, text: bytes) -> Decision:
         """Decode a decision from the store."""
-        told = json.loads(text)
-        back = tuple((rank, number) for rank, number in told["joining"])
-        return cls(tuple(told["ranks"]), told["steps"], told["takes"], back)
+        stated = json.loads(text)
+        back = tuple((rank, number) for rank, number in stated["joining"])
+        return cls(tuple(stated["ranks"]), stated["steps"], stated["takes"], back)
 
 
 def decide(states: Mapping[int, RankState], waiting: Mapping[int, int] | None = None) -> Decision:
@@ -232,8 +232,8 @@ class Survivors:
             came = [rank for rank in present if rank not in absent]
             over = not absent or (patience is not None and _is_over(patience, began, len(came)))
             if over and came[0] == self._rank:
-                said = {r: json.loads(store.get(f"{place}/{r}")) for r in came}
-                states = {r: RankState(**at) for r, at in said.items()}
+                stated = {r: json.loads(store.get(f"{place}/{r}")) for r in came}
+                states = {r: RankState(**at) for r, at in stated.items()}
                 decision = decide(states, self.waiting())
                 store.compare_set(decided, "", json.dumps(asdict(decision)))
                 break

@@ -86,10 +86,10 @@ class Connections:
     def _links_of(self, place: Place, units: Sequence[Unit]) -> Links:
         if place.group not in self._links:
             self.mark = _mark_here()
-            said = _statement(units, place, self.mark)
+            statement = _statement(units, place, self.mark)
             # A script's own mode that counts collectives is about those of its model.
             with without_modes(), outside_transforms():
-                self._links[place.group] = Links.of(place, self.in_memory, self.mark, said)
+                self._links[place.group] = Links.of(place, self.in_memory, self.mark, statement)
         return self._links[place.group]
 
     def introduce(self, units: Sequence[Unit]) -> None:
@@ -111,9 +111,9 @@ def _statement(units: Sequence[Unit], place: Place, mark: int) -> Statement:
     """Return what the ranks of a place must agree on before they gather anything."""
     own = [(n, unit) for n, unit in enumerate(units) if unit.place.group is place.group]
     about = {
-        what.format(f"{number} ({unit.name or 'root'})"): said
+        what.format(f"{number} ({unit.name or 'root'})"): statement
         for number, unit in own
-        for what, said in unit.settings().items()
+        for what, statement in unit.settings().items()
     }
     about[_MARK] = "none" if mark == NO_MARK else f"{mark} bytes"
     return Statement(about, [member.described() for _, unit in own for member in unit.members])

@@ -83,7 +83,7 @@ class Context(StepWatcher, Generic[S]):
         weights: those of the micro-batches; None: the script has given none.
     """
 
-    _told_last = 0  # when a script said so
+    _set_at = 0  # when a script said so
 
     def __init__(self, first: S) -> None:
         self.states = [first]
@@ -122,13 +122,13 @@ class Context(StepWatcher, Generic[S]):
 
     def tell_last_backward(self, is_last: bool) -> None:
         """A script says whether the next backward is the last one."""
-        self.last_backward, self._told_last = is_last, time.monotonic_ns()
+        self.last_backward, self._set_at = is_last, time.monotonic_ns()
 
     def merge(self, other: Context[S]) -> None:
         """Learn what another context has noted alone; its states belong to this one from now on."""
         self.most_in_flight = max(self.most_in_flight, other.most_in_flight)
-        if other._told_last > self._told_last:
-            self.last_backward, self._told_last = other.last_backward, other._told_last
+        if other._set_at > self._set_at:
+            self.last_backward, self._set_at = other.last_backward, other._set_at
         self.connections.merge(other.connections)
         if other.weights is not None:
             raise RuntimeError("add_weight() was called on a module that is not the root")

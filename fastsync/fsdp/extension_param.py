@@ -110,7 +110,7 @@ class _Memory:
 
 
 @dataclass
-class _Asked:
+class _GatherInputs:
     """Inputs of a member to a gather; `extended`: its extension chose them."""
 
     inputs: list[torch.Tensor]
@@ -131,16 +131,16 @@ class _Part:
         inner: other memory of the whole tensor.
     """
 
-    def __init__(self, asked: _Asked, dim: int, place: Place) -> None:
-        self.kinds = asked.kinds
+    def __init__(self, given: _GatherInputs, dim: int, place: Place) -> None:
+        self.kinds = given.kinds
         self._dim, self._place = dim, place
-        self.outputs = [self._room(t) for t in asked.inputs]
+        self.outputs = [self._make_output(t) for t in given.inputs]
         self._memory, self.inner = _Memory(self.outputs), _Memory(())
         self.metadata: object = None
         self._under_way: list[tuple[dist.Work, torch.Tensor, torch.Tensor]] = []
         self.release()
 
-    def _room(self, like: torch.Tensor) -> torch.Tensor:
+    def _make_output(self, like: torch.Tensor) -> torch.Tensor:
         dim = self._dim_of(like)
         sizes = list(like.shape) or [1]
         sizes[dim] *= self._place.world
@@ -150,16 +150,16 @@ class _Part:
         """Return the dimension along which the ranks' tensors lie side by side."""
         return self._dim if tensor.ndim > self._dim else 0
 
-    def start(self, asked: _Asked) -> None:
+    def start(self, given: _GatherInputs) -> None:
         """Start to gather from all ranks. Collective."""
         self._memory.allocate()
-        self.metadata = asked.metadata
-        for given, output in zip(asked.inputs, self.outputs, strict=True):
+        self.metadata = given.metadata
+        for tensor, output in zip(given.inputs, self.outputs, strict=True):
             if output.numel() == 0:
                 continue
             # A detached view of its own: autograd is not to see that it changes.
-            into = output.data if self._dim_of(given) == 0 else torch.empty_like(output)
-            sent = _plain(given).contiguous().view(-1).view(torch.uint8)
+            into = output.data if self._dim_of(tensor) == 0 else torch.empty_like(output)
+            sent = _plain(tensor).contiguous().view(-1).view(torch.uint8)
             received = into.view(-1).view(torch.uint8)
             work = all_gather_flat(received, sent, self._place.group)
             self._under_way.append((work, into, output))
@@ -216,7 +216,7 @@ class ExtensionShard(DtypeShard):
     # --- dtypes
 
     @property
-    def _asked_for(self) -> torch.dtype:
+    def _requested_dtype(self) -> torch.dtype:
         """The dtype that whole members are to have."""
         lower = self.mixed.compute if self.dtype.is_floating_point else None
         return lower or self.dtype
@@ -229,7 +229,7 @@ class ExtensionShard(DtypeShard):
             if member.whole is not None and member.sharded.requires_grad:
                 dtype = member.whole.dtype
                 found = dtype if found is None else torch.promote_types(found, dtype)
-        return found or self._asked_for
+        return found or self._requested_dtype
 
     # --- shares
 
@@ -258,36 +258,36 @@ class ExtensionShard(DtypeShard):
         if self._gathered.has_memory or self._gathered.under_way:
             return
         self.check_memory()
-        asked = self._ask_all() if self._gathered.parts else self._ask_first()
-        for part, each in zip(self._gathered.parts, asked, strict=True):
+        given = self._ask_all() if self._gathered.parts else self._ask_first()
+        for part, each in zip(self._gathered.parts, given, strict=True):
             part.start(each)
         self._gathered.under_way = True
 
-    def _ask_all(self) -> list[_Asked]:
-        asked = [self._ask(member) for member in self.members]
-        for member, part, each in zip(self.members, self._gathered.parts, asked, strict=True):
+    def _ask_all(self) -> list[_GatherInputs]:
+        given = [self._ask(member) for member in self.members]
+        for member, part, each in zip(self.members, self._gathered.parts, given, strict=True):
             if each.kinds != part.kinds:
                 raise RuntimeError(
-                    f"parameter {member.name!r} gave {_in_words(part.kinds)} to its first gather, "
-                    f"but gives {_in_words(each.kinds)} now, on rank {self.place.rank}: "
+                    f"parameter {member.name!r} gave {_kinds_text(part.kinds)} to its first "
+                    f"gather, but gives {_kinds_text(each.kinds)} now, on rank {self.place.rank}: "
                     f"{_PRE}() has to return the same sizes and dtypes each time"
                 )
-        return asked
+        return given
 
-    def _ask_first(self) -> list[_Asked]:
+    def _ask_first(self) -> list[_GatherInputs]:
         """Ask the members, and find out whether ranks differ, which would hang. Collective."""
-        asked, failed = [], None
+        given, failed = [], None
         try:
-            asked = [self._ask(member) for member in self.members]
+            given = [self._ask(member) for member in self.members]
         except Exception as error:  # which the other ranks have to hear of
             failed = error
-        pairs = zip(self.members, asked, strict=False)
-        said = {self._about(member): _in_words(each.kinds) for member, each in pairs}
+        pairs = zip(self.members, given, strict=False)
+        statement = {self._about(member): _kinds_text(each.kinds) for member, each in pairs}
         what = "" if failed is None else f"{type(failed).__name__}: {failed}"
         try:
             at = self.place
             run = partial(watched, at.group, f"the comparison of what {_PRE}() gives")
-            agree(Statement(said, (), what), at.group, at.device, f"{_PRE}():", run)
+            agree(Statement(statement, (), what), at.group, at.device, f"{_PRE}():", run)
         except RankMismatchError as report:
             if failed is None:
                 raise
@@ -295,9 +295,9 @@ class ExtensionShard(DtypeShard):
         if failed is not None:
             raise failed
         dims = [member.shape.dim for member in self.members]
-        parts = [_Part(each, dim, self.place) for each, dim in zip(asked, dims, strict=True)]
+        parts = [_Part(each, dim, self.place) for each, dim in zip(given, dims, strict=True)]
         self._gathered.parts = parts
-        return asked
+        return given
 
     def _about(self, member: ShardedParam) -> str:
         text = f"what parameter {member.name!r} gives to a gather"
@@ -307,9 +307,9 @@ class ExtensionShard(DtypeShard):
         return text
 
     @torch.no_grad()
-    def _ask(self, member: ShardedParam) -> _Asked:
+    def _ask(self, member: ShardedParam) -> _GatherInputs:
         if not has_extension(member.local):
-            return _Asked([self._padded(member)], None, extended=False)
+            return _GatherInputs([self._padded(member)], None, extended=False)
         local = member.local
         if local.device != self.place.device:
             local = local.to(self.place.device)  # the host waits for it: classes know no other way
@@ -327,13 +327,13 @@ class ExtensionShard(DtypeShard):
                 "mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], "
                 "module: nn.Module, mp_policy: MixedPrecisionPolicy)"
             )
-        return _Asked(list(inputs), metadata, extended=True)
+        return _GatherInputs(list(inputs), metadata, extended=True)
 
     def _padded(self, member: ShardedParam) -> torch.Tensor:
         """The values of a share without an extension."""
         local, dim = member.local, member.shape.dim
         sizes = member.shape.local(0, self.place.world)
-        plain = torch.zeros(sizes, dtype=self._asked_for, device=self.place.device)
+        plain = torch.zeros(sizes, dtype=self._requested_dtype, device=self.place.device)
         plain.narrow(dim, 0, local.shape[dim]).copy_(local)
         return plain
 
@@ -354,11 +354,11 @@ class ExtensionShard(DtypeShard):
         if member.whole is not None:
             part.inner.allocate()
             if post is not None:
-                post(outputs, metadata, self._asked_for, out=member.whole)
+                post(outputs, metadata, self._requested_dtype, out=member.whole)
             return
         made: tuple[torch.Tensor, Iterable[torch.Tensor]] | None = (outputs[0], ())
         if post is not None:
-            made = post(outputs, metadata, self._asked_for)
+            made = post(outputs, metadata, self._requested_dtype)
         if made is None:
             raise RefusedError(
                 f"{_POST}() of parameter {member.name!r} returned None where it was called without "
@@ -393,7 +393,7 @@ class ExtensionShard(DtypeShard):
         return None if gradient is None else _plain(gradient)
 
 
-def _in_words(kinds: tuple[bool, list[_Kind]]) -> str:
+def _kinds_text(kinds: tuple[bool, list[_Kind]]) -> str:
     extended, given = kinds
     text = " and ".join(f"{dtype} of sizes {sizes}" for dtype, sizes in given) or "nothing"
     return text if extended else f"{text} without an extension"

@@ -83,10 +83,10 @@ def _of_first_rank(
     count = len(mine.trained)
     nanoseconds = round(1e9 * latency)
     padded = [*mine.order, *[-1] * (count - len(mine.order)), nanoseconds]
-    told = torch.tensor(padded, dtype=torch.int64, device=_spoken(device, group))
-    start = partial(dist.broadcast, told, group_src=0, group=group, async_op=True)
-    watched(group, _VOTE, start, on_cpu=told.is_cpu)
-    *order, nanoseconds = told.tolist()
+    plan = torch.tensor(padded, dtype=torch.int64, device=_spoken(device, group))
+    start = partial(dist.broadcast, plan, group_src=0, group=group, async_op=True)
+    watched(group, _VOTE, start, on_cpu=plan.is_cpu)
+    *order, nanoseconds = plan.tolist()
     return [i for i in order if i >= 0], 1e-9 * nanoseconds
 
 

@@ -99,7 +99,7 @@ class GradientShards:
             self._links = new_cpu_group(group, "shards", self._own) if on_cpu else group
             self._core.use_shards(resolvable_name(self._links))
 
-    def make_words(self, timeout: float) -> core.SharedStatements | None:
+    def make_statements(self, timeout: float) -> core.SharedStatements | None:
         """Return a barrier at which the ranks exchange numbers; None: they share no memory. Call it
         once.
 

@@ -153,9 +153,9 @@ def expect_watch(group: dist.ProcessGroup) -> None:
     store = group_store(group)
     if group.size() == 1 or store is None or group in _monitors() or group in _exit_reasons():
         return
-    words = ExitReasons(store, group.group_name, group.rank())
-    _exit_reasons()[group] = words
-    before_leaving(words)
+    reasons = ExitReasons(store, group.group_name, group.rank())
+    _exit_reasons()[group] = reasons
+    before_leaving(reasons)
 
 
 def open_watch(group: dist.ProcessGroup, obstacle: str = "") -> str:

@@ -33,7 +33,7 @@ class Exchange:
     Args:
         group: the ranks.
         place: where they meet before they exchange anything.
-        words: where they meet instead, if they share memory.
+        statements: where they meet instead, if they share memory.
         params: those of the wrapped module, on one device. What a rank asks for names its
             parameter, so that ranks that ask for different ones of the same shape are told.
     """
@@ -42,10 +42,10 @@ class Exchange:
         self,
         group: dist.ProcessGroup,
         place: Rendezvous,
-        words: core.SharedStatements | None,
+        statements: core.SharedStatements | None,
         params: Sequence[NamedParam],
     ) -> None:
-        self.group, self._place, self._words = group, place, words
+        self.group, self._place, self._statements = group, place, statements
         self._device = params[0].tensor.device
         self._names = {id(param.tensor): param.name for param in params}
 
@@ -59,15 +59,15 @@ class Exchange:
         Raises:
             RuntimeError: some do not come, or want something else.
         """
-        if self._words is not None:
-            self._tell(self._words, wish, 0.0)
+        if self._statements is not None:
+            self._tell(self._statements, wish, 0.0)
         elif not self._place.meet(f"the others to ask for {wish}", wish, _REMEDY):
             raise self._disagreement(wish)
 
     def sum(self, wish: str, mine: float) -> float:
         """Return the sum of `mine` over the ranks. Collective; see `meet`."""
-        if self._words is not None:
-            return sum(self._tell(self._words, wish, mine))
+        if self._statements is not None:
+            return sum(self._tell(self._statements, wish, mine))
         self.meet(wish)
         total = torch.tensor([mine], dtype=torch.float64, device=self._device)
         self.reduce(total, wish)
@@ -80,10 +80,10 @@ class Exchange:
         start = partial(dist.all_reduce, tensor, how, group=self.group, async_op=True)
         watched(self.group, wish, start)
 
-    def _tell(self, words: core.SharedStatements, wish: str, mine: float) -> list[float]:
+    def _tell(self, statements: core.SharedStatements, wish: str, mine: float) -> list[float]:
         """Return each rank's number, by rank."""
         try:
-            everyones = words.exchange(wish, mine)
+            everyones = statements.exchange(wish, mine)
         except RuntimeError as error:
             ranks = [*numbers_of(self.group)]
             whose = "" if ranks == [*range(len(ranks))] else f" (of ranks {ranks})"

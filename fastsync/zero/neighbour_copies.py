@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 _PLACE = "the sharing of an optimizer's state among the ranks that are left"
 # What a rank tells of a piece: the parameter's elements, and the state.
-_Told = tuple[torch.Tensor, State]
+_Offer = tuple[torch.Tensor, State]
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class _Recut:
         for batch in batches(buffer):
             parts: defaultdict[int, dict[Slice, torch.Tensor]] = defaultdict(dict)
             whole = Whole([buffer])
-            for told in _gather(self._told(buffer, batch), self._group):
-                for piece, (elements, state) in told.items():
+            for offer in _gather(self._offer(buffer, batch), self._group):
+                for piece, (elements, state) in offer.items():
                     parts[piece.param][piece] = elements
                     if state:
                         whole.add(0, piece, state)
@@ -138,7 +138,7 @@ class _Recut:
         self._wholes.append(wholes)
         self._sharings.append(sharing)
 
-    def _told(self, buffer: FlatBuffer, batch: range) -> dict[Slice, _Told]:
+    def _offer(self, buffer: FlatBuffer, batch: range) -> dict[Slice, _Offer]:
         return {
             piece: (
                 buffer.delivered(piece),

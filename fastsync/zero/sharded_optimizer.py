@@ -104,7 +104,7 @@ class ShardedOptimizers(StepWatcher):
         others: the ranks that have the rest of the state.
         taken: how many optimizers have been taken over so far.
         exchange: of single gradients and values of a state.
-        asked: within `settings_alone`, numbers of those whose `state_dict()` has been called.
+        saved_locally: numbers of those whose `state_dict()` `settings_alone` has seen called.
     """
 
     def __init__(self, engine: Engine, policy: Zero) -> None:
@@ -118,8 +118,8 @@ class ShardedOptimizers(StepWatcher):
         self.place = make_rendezvous(engine.group, "sharded optimizer", timeout)
         self.others = Others(engine.group, self.place.name)
         meeting = make_rendezvous(engine.group, "gradients", timeout)
-        words = engine.shares.make_words(timeout)
-        self.exchange = Exchange(engine.group, meeting, words, engine.local_params)
+        statements = engine.shares.make_statements(timeout)
+        self.exchange = Exchange(engine.group, meeting, statements, engine.local_params)
         dtensors = {id(local): p.tensor for local, p in self._pairs() if local is not p.tensor}
         self.shard_group = ShardGroup(self.exchange, dtensors)
         self._sharded: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = (
@@ -132,7 +132,7 @@ class ShardedOptimizers(StepWatcher):
         self._homes = self._make_homes()
         engine.locals.move()
         self.taken = 0
-        self.asked: set[int] | None = None
+        self.saved_locally: set[int] | None = None
         watch_steps(self)
 
     def replaces(self, optimizer: Optimizer) -> bool:
@@ -307,11 +307,11 @@ class ShardedOptimizers(StepWatcher):
         Yields:
             The numbers of the optimizers for which that has been so.
         """
-        self.asked = set()
+        self.saved_locally = set()
         try:
-            yield self.asked
+            yield self.saved_locally
         finally:
-            self.asked = None
+            self.saved_locally = None
 
     def known(self) -> list[tuple[Optimizer, ShardedOptimizer]]:
         """Return the optimizers that have been taken over and are still alive."""
@@ -716,10 +716,10 @@ class ShardedOptimizer:
                 whole = [of_master(*pair) for pair in zip(whole, its, strict=True)]
             self.blank = self.blank and not any(whole)
             alone = buffer.sharing.whole
-            told = [
+            received = [
                 described(p, state, alone) for p, state in zip(buffer.params, whole, strict=True)
             ]
-            self.learn(buffer, dict(enumerate(told)))
+            self.learn(buffer, dict(enumerate(received)))
             for piece, tensor in buffer.owned.items():
                 if values := whole[piece.param]:
                     param = buffer.params[piece.param]
@@ -745,8 +745,8 @@ class ShardedOptimizer:
                     state = {n: buffer.outline(piece.param, tensor, v) for n, v in state.items()}
                 mine[piece.param] = described(param, state, buffer.sharing.whole)
             known: dict[int, State | None] = {}
-            for told in gather_watched(mine, group, "the state of an optimizer"):
-                known.update({index: state for index, state in told.items() if state is not None})
+            for received in gather_watched(mine, group, "the state of an optimizer"):
+                known.update((i, state) for i, state in received.items() if state is not None)
             self.learn(buffer, known)
 
     def take_state(self, optimizer: Optimizer) -> dict[torch.Tensor, State]:
@@ -761,8 +761,8 @@ class ShardedOptimizer:
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         """Get the whole state for torch's part of state_dict(). See `settings_alone`."""
-        if self._owner.asked is not None:
-            self._owner.asked.add(self.number)
+        if self._owner.saved_locally is not None:
+            self._owner.saved_locally.add(self.number)
             self.shares.aside = self.take_state(optimizer)
             optimizer.state = held_state(optimizer)  # type: ignore[assignment]
             return
@@ -844,17 +844,17 @@ def _steps_by_parameter(optimizer: Optimizer) -> bool:
     return known and hasattr(type(optimizer).step, "__wrapped__")
 
 
-def _unit_for(optimizer: Optimizer, asked: str) -> str:
+def _unit_for(optimizer: Optimizer, shard_by: str) -> str:
     """Return the pieces that `optimizer` can step on: "element" or "tensor".
 
     Args:
-        asked: `Zero.shard_by`; anything but "auto" is taken as the user's word.
+        shard_by: `Zero.shard_by`; anything but "auto" is taken as the user's word.
 
     Raises:
         ValueError: the class is not known, or couples parameters.
     """
-    if asked != "auto":
-        return asked
+    if shard_by != "auto":
+        return shard_by
     kind = type(optimizer)
     if isinstance(optimizer, LBFGS):
         raise ValueError(

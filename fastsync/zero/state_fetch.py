@@ -158,8 +158,8 @@ class Gate:
             RuntimeError: it does not come, or has gone.
         """
         with self._turn:
-            asked = (version, written)
-            self._turn.wait_for(lambda: self.stands >= asked and not self._writes, timeout)
+            wanted = (version, written)
+            self._turn.wait_for(lambda: self.stands >= wanted and not self._writes, timeout)
             if self.version == version and self._written < written:
                 raise RuntimeError(
                     f"it has not written as many values to optimizer.state within {timeout:g} s: "
@@ -171,7 +171,7 @@ class Gate:
                     f"{self.version} times, and not {version} times. Call step() and "
                     "load_state_dict() on every rank"
                 )
-            if self.stands > asked or self._changing or self._writes:
+            if self.stands > wanted or self._changing or self._writes:
                 raise RuntimeError(
                     "it has gone on to change the state, without having to wait for this rank. "
                     "Have the other ranks wait in torch.distributed.barrier() until this one has "
@@ -385,19 +385,19 @@ class StateShards:
         ]
 
     @contextmanager
-    def answer(self, asked: Mapping[str, Any]) -> Iterator[Answer]:
-        """See `Served`. `asked` is what `fetch_whole` or `await_others` sends."""
-        if "change" in asked:
-            version, written = asked["change"]
-            self.gate.await_arrival((version, written), asked["seconds"])
+    def answer(self, request: Mapping[str, Any]) -> Iterator[Answer]:
+        """See `Served`. `request` is what `fetch_whole` or `await_others` sends."""
+        if "change" in request:
+            version, written = request["change"]
+            self.gate.await_arrival((version, written), request["seconds"])
             yield Answer(b"", ())
             return
-        version, written = asked["stands"]
+        version, written = request["stands"]
         with self.gate.reading(version, written, Env.read().agree_timeout) as done:
-            if asked["ranks"] != list(self._partition.ranks):
+            if request["ranks"] != list(self._partition.ranks):
                 raise RuntimeError("it shares the state with other ranks now")
             with self.gate.moving:
-                parts = self.parts(asked["share"])
+                parts = self.parts(request["share"])
             head, tensors = _packed(parts)
             yield Answer(head, _views(tensors, done))
 
@@ -422,14 +422,14 @@ def fetch_whole(
         RuntimeError: a rank does not have that version.
         ValueError: a value belongs to no elements, and parts of a parameter differ in it.
     """
-    whole, asked = Whole(buffers), {"name": others.name_of(number), "stands": own.gate.stands}
+    whole, request = Whole(buffers), {"name": others.name_of(number), "stands": own.gate.stands}
     left = deque(share for share in range(partition.size) if share not in partition.kept)
     holders: deque[_Holder] = deque()
     with ExitStack() as stack:
 
         def connect() -> None:
             while left and len(holders) < _AHEAD:
-                holders.append(_Holder(left.popleft(), partition, others, asked))
+                holders.append(_Holder(left.popleft(), partition, others, request))
                 stack.callback(holders[-1].close)
 
         connect()
@@ -455,22 +455,22 @@ def await_others(partition: Partition, own: StateShards, others: Others, number:
     Raises:
         SyncFault: a rank has ended, or is stopped.
     """
-    asked = {"name": others.name_of(number), "change": own.gate.arrived, "seconds": _LOOKS}
+    request = {"name": others.name_of(number), "change": own.gate.arrived, "seconds": _LOOKS}
     end = time.monotonic() + Env.read().agree_timeout
     for share in range(partition.size):
         late = number_of(others.group, share)
         look = looker(others.group, f"{_CHANGE}, which rank {late} has not reached")
-        while share != partition.mine and not _has_arrived(share, others, asked):
+        while share != partition.mine and not _has_arrived(share, others, request):
             look()
             if time.monotonic() > end:
                 return
 
 
-def _has_arrived(share: int, others: Others, asked: dict[str, Any]) -> bool:
+def _has_arrived(share: int, others: Others, request: dict[str, Any]) -> bool:
     try:
         call = others.call(share)
         try:
-            call.ask(asked)
+            call.ask(request)
         finally:
             call.close()
     except OSError:
@@ -487,14 +487,14 @@ class _Holder:
 
     Args:
         share: which.
-        partition, others, asked: see `fetch_whole`.
+        partition, others, request: see `fetch_whole`.
     """
 
     def __init__(
-        self, share: int, partition: Partition, others: Others, asked: Mapping[str, Any]
+        self, share: int, partition: Partition, others: Others, request: Mapping[str, Any]
     ) -> None:
         self._share, self._others = share, others
-        self._asked = {**asked, "share": share, "ranks": list(partition.ranks)}
+        self._request = {**request, "share": share, "ranks": list(partition.ranks)}
         self._ranks = [share, (share + 1) % partition.size] if partition.doubled else [share]
         self._call: Call | None = None
         self._connect(None)
@@ -515,7 +515,7 @@ class _Holder:
         """Read the share."""
         while self._call is not None:
             try:
-                parts = pickle.loads(self._call.ask(self._asked))
+                parts = pickle.loads(self._call.ask(self._request))
                 targets = [target for part in parts for target in whole.add(*part)]
                 populate([_flat(t) for t in targets if t.is_cpu and t.nbytes >= _POPULATED])
                 for target in targets:

@@ -71,11 +71,11 @@ class Passing:
         sharded = self._sharded
         if sharded is None:
             return {"states": [state.state_dict() for state in self.states]}
-        with sharded.settings_alone() as asked:
+        with sharded.settings_alone() as saved:
             states = [state.state_dict() for state in self.states]
-        if self._unknown(asked):
+        if self._unknown(saved):
             gc.collect()  # what a script has dropped may be left in a cycle
-        for optimizer in self._unknown(asked):
+        for optimizer in self._unknown(saved):
             raise ValueError(
                 f"the ranks share the state of an optimizer, {optimizer}, which catch_up() was not "
                 "given: pass every optimizer of the model, itself and not only what contains it"
@@ -100,24 +100,24 @@ class Passing:
                 self._attach(self._sharded, each)
             self._sharded.taken = given["count"]
 
-    def _attach(self, owner: ShardedOptimizers, told: _Taken) -> None:
-        sharded = owner.attach(self._optimizers[told.place])
-        if self._buffers(sharded, owner) != told.buffers:
+    def _attach(self, owner: ShardedOptimizers, taken: _Taken) -> None:
+        sharded = owner.attach(self._optimizers[taken.place])
+        if self._buffers(sharded, owner) != taken.buffers:
             raise ValueError(
                 "what the others gave does not fit: their optimizers have other parameters, or in "
                 "another order; make the optimizers as the script does at the start"
             )
-        sharded.number, sharded.steps, sharded.blank = told.number, told.steps, told.blank
-        sharded.shares.gate.version = told.version
+        sharded.number, sharded.steps, sharded.blank = taken.number, taken.steps, taken.blank
+        sharded.shares.gate.version = taken.version
         sharded.serve()
 
-    def _unknown(self, asked: Collection[int]) -> list[str]:
+    def _unknown(self, saved: Collection[int]) -> list[str]:
         """Return the classes of those that have been taken over, but cannot be passed on."""
         assert self._sharded is not None
         return [
             type(optimizer).__name__
             for optimizer, sharded in self._sharded.known()
-            if sharded.number not in asked or not any(optimizer is o for o in self._optimizers)
+            if sharded.number not in saved or not any(optimizer is o for o in self._optimizers)
         ]
 
     def _taken(self) -> list[_Taken]:
@@ -128,8 +128,8 @@ class Passing:
         for place, optimizer in enumerate(self._optimizers):
             if sharded := found.get(id(optimizer)):
                 buffers = self._buffers(sharded, owner)
-                told = (sharded.number, sharded.steps, sharded.shares.gate.version, sharded.blank)
-                taken.append(_Taken(place, *told, buffers))
+                facts = (sharded.number, sharded.steps, sharded.shares.gate.version, sharded.blank)
+                taken.append(_Taken(place, *facts, buffers))
         return taken
 
     @staticmethod
