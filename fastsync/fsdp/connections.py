@@ -116,7 +116,7 @@ def _statement(units: Sequence[Unit], place: Place, mark: int) -> Statement:
         for what, statement in unit.settings().items()
     }
     about[_MARK] = "none" if mark == NO_MARK else f"{mark} bytes"
-    return Statement(about, [member.described() for _, unit in own for member in unit.members])
+    return Statement(about, [param.described() for _, unit in own for param in unit.params])
 
 
 def links_in(units: Sequence[Unit]) -> list[Links]:
@@ -142,9 +142,9 @@ def _infos(unit: Unit) -> list[UnitInfo]:
 
 def _info(dtype_shard: DtypeShard, name: str) -> UnitInfo:
     """Return the description of a dtype shard for timelines."""
-    numel = sum(math.prod(member.shape.sizes) for member in dtype_shard.members)
+    numel = sum(math.prod(param.shape.sizes) for param in dtype_shard.params)
     dtype = str(dtype_shard.compute).removeprefix("torch.")
-    names = tuple(member.name for member in dtype_shard.members)
+    names = tuple(param.name for param in dtype_shard.params)
     return UnitInfo(name, names, numel * dtype_shard.compute.itemsize, dtype)
 
 

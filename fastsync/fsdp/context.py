@@ -59,7 +59,7 @@ def _nothing() -> None:
 
 def _trains(unit: Unit) -> bool:
     """Return whether a backward would reduce gradients of `unit`."""
-    return unit.switches.reduce and any(m.sharded.requires_grad for m in unit.members)
+    return unit.switches.reduce and any(m.sharded.requires_grad for m in unit.params)
 
 
 class Context(StepWatcher, Generic[S]):
@@ -136,7 +136,7 @@ class Context(StepWatcher, Generic[S]):
 
     def averages(self) -> list[torch.Tensor | None]:
         """Return this rank's part of each gradient."""
-        grads = [member.sharded.grad for unit in self.units() for member in unit.members]
+        grads = [param.sharded.grad for unit in self.units() for param in unit.params]
         return [None if grad is None else local_of(grad) for grad in grads]
 
     def all_links(self) -> list[Links]:
@@ -197,7 +197,7 @@ class Context(StepWatcher, Generic[S]):
             raise
 
     def _start(self, unit: Unit) -> None:
-        if not unit.is_whole:
+        if not unit.is_unsharded:
             unit.start_gather()
             self._ahead.add(id(unit))
 
@@ -211,19 +211,19 @@ class Context(StepWatcher, Generic[S]):
         Raises:
             RuntimeError: the optimizer holds such a parameter.
         """
-        members = [member for unit in self.units() for member in unit.members]
-        held = {id(param): param for param in params_of(optimizer)}
-        for member in members:
-            if member.whole is not None and id(member.whole) in held:
+        params = [param for unit in self.units() for param in unit.params]
+        held = {id(tensor): tensor for tensor in params_of(optimizer)}
+        for param in params:
+            if param.unsharded is not None and id(param.unsharded) in held:
                 raise RuntimeError(
-                    f"the optimizer holds the unsharded parameter {member.name!r}, which nothing "
+                    f"the optimizer holds the unsharded parameter {param.name!r}, which nothing "
                     "synchronises; make the optimizer where the parameters are sharded: before the "
                     "forward, or after model.reshard()"
                 )
-        sharded = {id(member.sharded) for member in members}
-        others = [param for identity, param in held.items() if identity not in sharded]
-        for param in others:
-            owner = getattr(param, OWNER, None)
+        sharded = {id(param.sharded) for param in params}
+        others = [tensor for identity, tensor in held.items() if identity not in sharded]
+        for tensor in others:
+            owner = getattr(tensor, OWNER, None)
             if owner is not None and owner[0]() is not None:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} holds parameter {owner[1].name!r} as it was "
@@ -236,18 +236,17 @@ class Context(StepWatcher, Generic[S]):
     def replaces(self, optimizer: Optimizer) -> bool:
         """Return whether it steps on shares."""
         held = set(map(id, params_of(optimizer)))
-        return any(id(member.sharded) in held for unit in self.units() for member in unit.members)
+        return any(id(param.sharded) in held for unit in self.units() for param in unit.params)
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
         """Let the optimizer step on the local shards."""
         self.trim()  # of the backward's last messages too, which the others have read by now
-        members = [member for unit in self.units() for member in unit.members]
-        self._loaded.shard(optimizer, members)
+        params = [param for unit in self.units() for param in unit.params]
+        self._loaded.shard(optimizer, params)
         if self.states[0].is_root is None:
             # A closure's forward, which is the first one, may end this context within the step.
             return None
-        params = (member.sharded for member in members)
-        return self._local_steps.before(optimizer, args, params)
+        return self._local_steps.before(optimizer, args, (param.sharded for param in params))
 
     def end_step(self, optimizer: Optimizer) -> None:
         """Give the optimizer the state that its shares have got in the step.
@@ -265,8 +264,8 @@ class Context(StepWatcher, Generic[S]):
         """
         held = set(map(id, params_of(optimizer)))
         for unit in self.units():
-            unit.stale = unit.stale or any(id(member.sharded) in held for member in unit.members)
-            if unit.stale and unit.running and unit.is_whole:  # a step within a forward
+            unit.stale = unit.stale or any(id(param.sharded) in held for param in unit.params)
+            if unit.stale and unit.running and unit.is_unsharded:  # a step within a forward
                 unit.reshard()
                 self.gather([unit])
 
@@ -282,7 +281,7 @@ class Context(StepWatcher, Generic[S]):
         self._gather_ahead(unit, backward=True)
 
     def _gather_ahead(self, unit: Unit, backward: bool) -> None:
-        if not unit.is_whole and self._has_room(unit, backward):
+        if not unit.is_unsharded and self._has_room(unit, backward):
             self._start(unit)
 
     def _has_room(self, unit: Unit, backward: bool) -> bool:
@@ -294,7 +293,7 @@ class Context(StepWatcher, Generic[S]):
         if self.connections.mark == NO_MARK:
             return True
         every = self.units()
-        whole = [u for u in every if u is unit or u.is_whole or id(u) in self._ahead]
+        whole = [u for u in every if u is unit or u.is_unsharded or id(u) in self._ahead]
         return fits(self.connections.mark, whole, reducing=every if backward else ())
 
     def leave(self, unit: Unit) -> None:
@@ -315,7 +314,7 @@ class Context(StepWatcher, Generic[S]):
         for unit in self.units():
             if self.conceals and not unit.stays:
                 unit.conceal()
-            elif unit.is_whole:
+            elif unit.is_unsharded:
                 unit.lend_gradients()
 
     def _release_gradients(self) -> None:

@@ -1,4 +1,4 @@
-"""The members of a unit that are of one dtype: their shares in one tensor, and their way in C++."""
+"""Parameters of a unit of one dtype: their shares in one tensor, and their way in C++."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastsync.fsdp.cpu_offload import Arriving, staging_of
 from fastsync.fsdp.group_codes import Codes, gradient_codes, parameter_codes
 from fastsync.fsdp.group_links import FlatGather, Links
 from fastsync.fsdp.mesh import Place
-from fastsync.fsdp.shard_layout import ChunkLayout, lay_out, whole_offsets
+from fastsync.fsdp.shard_layout import ChunkLayout, lay_out, unsharded_offsets
 from fastsync.fsdp.sharded_param import ShardedParam
 from fastsync.reducer import core
 from fastsync.reducer.mean_weights import Number
@@ -48,7 +48,7 @@ class _Reducing:
 
     Attributes:
         laid, layout: where they lie.
-        missed: this rank has none for some of the members.
+        missed: this rank has none for some of the parameters.
     """
 
     laid: ChunkLayout
@@ -57,9 +57,9 @@ class _Reducing:
 
 
 class PostForwardShard:
-    """This rank's part of the memory of whole members, kept between forward and backward.
+    """This rank's part of the memory of unsharded parameters, kept between forward and backward.
 
-    The parts of few ranks, which may be those of one machine, make up the whole members. So
+    The parts of few ranks, which may be those of one machine, make up the whole params. So
     backward gathers from these ranks alone.
 
     Args:
@@ -78,15 +78,15 @@ class PostForwardShard:
 
 
 class DtypeShard:
-    """Shards of a unit's members of one dtype, side by side in `shard`.
+    """Shards of a unit's parameters of one dtype, side by side in `shard`.
 
     `sync_params()` restores that after a script has assigned other tensors.
     """
 
     def __init__(
-        self, members: Sequence[ShardedParam], place: Place, mixed: MixedDTypes, wires: UnitWires
+        self, params: Sequence[ShardedParam], place: Place, mixed: MixedDTypes, wires: UnitWires
     ) -> None:
-        self.members, self.place, self.mixed, self.wires = list(members), place, mixed, wires
+        self.params, self.place, self.mixed, self.wires = list(params), place, mixed, wires
         self.partial: torch.Tensor | None = None  # sums that replicas have not added up yet
         self._layouts: dict[tuple[int, ...], tuple[ChunkLayout, core.UnitLayout]] = {}
         self._reducing: _Reducing | None = None
@@ -101,7 +101,7 @@ class DtypeShard:
     @property
     def dtype(self) -> torch.dtype:
         """Return the storage dtype of the shares."""
-        return self.members[0].sharded.dtype
+        return self.params[0].sharded.dtype
 
     @property
     def compute(self) -> torch.dtype:
@@ -127,7 +127,7 @@ class DtypeShard:
         return f"{dtypes} (wire={self.wires.describe()})"
 
     def _core_layout_of(self, laid: ChunkLayout, codes: Codes | None) -> core.UnitLayout:
-        name = self.members[0].name
+        name = self.params[0].name
         spec = None if codes is None else codes.spec(laid, self.place.world, name)
         return core.UnitLayout(laid.places, laid.chunk, laid.packed, laid.flags, spec)
 
@@ -137,20 +137,20 @@ class DtypeShard:
         return DIRECT_BYTES // dtype.itemsize if self.place.by_messages else None
 
     def _lay_out(
-        self, members: Sequence[int], direct_from: int | None, flags: bool, codes: Codes | None
+        self, params: Sequence[int], direct_from: int | None, flags: bool, codes: Codes | None
     ) -> ChunkLayout:
         """Return the layout of a chunk; codes travel in one message, whatever the sizes."""
-        shapes, world = [m.shape for m in self.members], self.place.world
+        shapes, world = [m.shape for m in self.params], self.place.world
         if codes is not None:
-            return lay_out(shapes, members, world, None, flags, codes.block)
-        return lay_out(shapes, members, world, direct_from, flags)
+            return lay_out(shapes, params, world, None, flags, codes.block)
+        return lay_out(shapes, params, world, direct_from, flags)
 
     def _layout(self) -> ChunkLayout:
-        every, direct_from = range(len(self.members)), self._direct_from(self.compute)
+        every, direct_from = range(len(self.params)), self._direct_from(self.compute)
         return self._lay_out(every, direct_from, flags=False, codes=self._gathered_as())
 
     def _room(self, shard: torch.Tensor, layout: ChunkLayout, index: int) -> torch.Tensor:
-        sizes = self.members[index].local_sizes()
+        sizes = self.params[index].local_sizes()
         offset = layout.offsets[index]
         return shard[offset : offset + math.prod(sizes)].view(sizes)
 
@@ -158,17 +158,17 @@ class DtypeShard:
     def _new_shard(self) -> torch.Tensor:
         """Move all shares into one new tensor."""
         layout = self._layout()
-        like, offload = self.members[0].local, self.place.offload
+        like, offload = self.params[0].local, self.place.offload
         if offload is None or like.device != self.place.home:
             shard = torch.zeros(layout.chunk, dtype=like.dtype, device=like.device)
         else:
             shard = offload.empty(layout.chunk, like.dtype).zero_()
-        for index, member in enumerate(self.members):
+        for index, param in enumerate(self.params):
             room = self._room(shard, layout, index)
             if not room.is_meta:
-                room.copy_(member.local)
-            set_local(member.sharded, with_own_storage(room))
-            member.note_local()
+                room.copy_(param.local)
+            set_local(param.sharded, with_own_storage(room))
+            param.note_local()
         return shard
 
     def _set_shard(self, shard: torch.Tensor) -> None:
@@ -176,11 +176,11 @@ class DtypeShard:
         self.staging = staging_of(shard, self.place.device, self.place.offload)
 
     def _is_synced(self) -> bool:
-        if self.shard.is_meta and all(member.local.is_meta for member in self.members):
+        if self.shard.is_meta and all(param.local.is_meta for param in self.params):
             return True
         layout = self._layout()
-        for index, member in enumerate(self.members):
-            local = member.local
+        for index, param in enumerate(self.params):
+            local = param.local
             begin = self.shard.data_ptr() + layout.offsets[index] * self.shard.itemsize
             same_kind = (local.dtype, local.device) == (self.shard.dtype, self.shard.device)
             if not same_kind or (local.numel() > 0 and local.data_ptr() != begin):
@@ -192,19 +192,19 @@ class DtypeShard:
 
         Raises:
             RuntimeError: a parameter has no memory yet, or lies elsewhere than the mesh, or the
-                members are not of one dtype any more.
+                params are not of one dtype any more.
         """
-        for member in self.members:
-            found = member.homes[0].get()
-            if found is not member.whole and found is not member.sharded:
-                self._take_in(member, found)
-        on_meta = {member.local.is_meta for member in self.members}
+        for param in self.params:
+            found = param.homes[0].get()
+            if found is not param.unsharded and found is not param.sharded:
+                self._take_in(param, found)
+        on_meta = {param.local.is_meta for param in self.params}
         if len(on_meta) > 1 or self._is_synced():
             return  # the others are still to be loaded
         self._check_dtypes()
         before = (self.shard.dtype, self.shard.device)
-        for member in self.members:
-            member.set_spec(member.sharded.dtype)
+        for param in self.params:
+            param.set_spec(param.sharded.dtype)
         self._set_shard(self._new_shard())
         if self._core is not None and (self.shard.dtype, self.shard.device) == before:
             self._core.set_shard(self.staging.source, self._core_layout())
@@ -214,22 +214,22 @@ class DtypeShard:
             self._layouts.clear()
 
     def _check_dtypes(self) -> None:
-        if len({member.sharded.dtype for member in self.members}) != 1:
-            names = ", ".join(f"{m.name!r} is {m.sharded.dtype}" for m in self.members)
+        if len({param.sharded.dtype for param in self.params}) != 1:
+            names = ", ".join(f"{m.name!r} is {m.sharded.dtype}" for m in self.params)
             raise RuntimeError(
                 f"parameters of one unit have become of several dtypes: {names}; convert all of "
                 "them, or convert the module before fully_shard()"
             )
 
-    def _take_in(self, member: ShardedParam, found: nn.Parameter) -> None:
-        if not isinstance(found, DTensor) or found.shape != member.sharded.shape:
+    def _take_in(self, param: ShardedParam, found: nn.Parameter) -> None:
+        if not isinstance(found, DTensor) or found.shape != param.sharded.shape:
             raise RuntimeError(
-                f"parameter {member.name!r} was exchanged for a {type(found).__name__} of sizes "
+                f"parameter {param.name!r} was exchanged for a {type(found).__name__} of sizes "
                 f"{tuple(found.shape)}, where fully_shard() needs a DTensor of sizes "
-                f"{tuple(member.sharded.shape)}; load DTensors, or use "
+                f"{tuple(param.sharded.shape)}; load DTensors, or use "
                 "torch.distributed.checkpoint.state_dict.set_model_state_dict()"
             )
-        member.sharded = found
+        param.sharded = found
 
     def _core_layout(self) -> core.UnitLayout:
         return self._core_layout_of(self._layout(), self._gathered_as())
@@ -239,7 +239,7 @@ class DtypeShard:
         Raises:
             RuntimeError: some parameters are still on the meta device, or on another than the mesh.
         """
-        on_meta = [m.name for m in self.members if m.local.is_meta]
+        on_meta = [m.name for m in self.params if m.local.is_meta]
         if on_meta:
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before training, but the "
@@ -247,7 +247,7 @@ class DtypeShard:
                 "module.to_empty(device) to materialize to device and call "
                 "module.reset_parameters() on each module to initialize values."
             )
-        elsewhere = [m.name for m in self.members if m.local.device != self.place.home]
+        elsewhere = [m.name for m in self.params if m.local.device != self.place.home]
         if elsewhere and self.place.offload is not None:
             raise RuntimeError(
                 "FSDP parameters should be materialized on CPU when enabling CPU offloading, but "
@@ -263,10 +263,10 @@ class DtypeShard:
     # --- bytes, of any rank
 
     def bytes_to_gather(self) -> int:
-        """Return the bytes of the whole members, and of the buffers that their shares travel in."""
+        """Return the bytes of unsharded parameters, and of buffers that their shares travel in."""
         if not self._gathered_bytes:
-            shapes, layout = [m.shape for m in self.members], self._layout()
-            whole = whole_offsets(shapes)[-1] + math.prod(shapes[-1].sizes)
+            shapes, layout = [m.shape for m in self.params], self._layout()
+            whole = unsharded_offsets(shapes)[-1] + math.prod(shapes[-1].sizes)
             codes, elements = self._gathered_as(), whole
             if codes is None:
                 lowered = layout.chunk if self.compute != self.dtype else 0
@@ -306,12 +306,12 @@ class DtypeShard:
     def _make_core(self) -> core.Unit:
         assert self.links is not None
         self.check_memory()
-        shapes = [m.shape for m in self.members]
-        offsets = whole_offsets(shapes)
-        members = [(s.sizes, s.dim, o) for s, o in zip(shapes, offsets, strict=True)]
+        shapes = [m.shape for m in self.params]
+        offsets = unsharded_offsets(shapes)
+        params = [(s.sizes, s.dim, o) for s, o in zip(shapes, offsets, strict=True)]
         dtypes = (self.dtype, self.compute, self.reduce)
         device, tag = self.place.device, self.links.next_tag()
-        made = core.Unit(self.links.core, members, dtypes, str(device), tag)
+        made = core.Unit(self.links.core, params, dtypes, str(device), tag)
         if self.name is not None:
             made.set_name(self.name)
         return made
@@ -321,8 +321,8 @@ class DtypeShard:
         if self._core is None:
             self._core = self._make_core()
             self._core.set_shard(self.staging.source, self._core_layout())
-            for index, member in enumerate(self.members):
-                member.make_whole(self._core.whole(index))
+            for index, param in enumerate(self.params):
+                param.make_unsharded(self._core.whole(index))
         return self._core
 
     def start_gather(self) -> None:
@@ -355,7 +355,7 @@ class DtypeShard:
 
     @torch.no_grad()
     def release(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
-        """Take the memory of whole members away.
+        """Take the memory of unsharded parameters away.
 
         Args:
             post_forward_group: ranks that keep a part of them each, for the next gather; None:
@@ -379,21 +379,21 @@ class DtypeShard:
     # --- gradients
 
     def trained(self) -> tuple[int, ...]:
-        """The members that need gradients."""
-        return tuple(i for i, m in enumerate(self.members) if m.sharded.requires_grad)
+        """The parameters that need gradients."""
+        return tuple(i for i, m in enumerate(self.params) if m.sharded.requires_grad)
 
     def has_gradients(self) -> bool:
         """Return whether this rank has gradients that have not travelled, of what is trained."""
         return any(
-            m.partial is not None or (m.whole is not None and m.whole.grad is not None)
-            for m in self.members
+            m.partial is not None or (m.unsharded is not None and m.unsharded.grad is not None)
+            for m in self.params
             if m.sharded.requires_grad
         )
 
     def keep_gradients(self) -> None:
         """Keep what has been accumulated for a later backward."""
-        for member in self.members:
-            member.keep_whole_gradient(self.reduce)
+        for param in self.params:
+            param.keep_whole_gradient(self.reduce)
 
     def _layout_of(self, trained: tuple[int, ...]) -> tuple[ChunkLayout, core.UnitLayout]:
         if trained not in self._layouts:
@@ -409,14 +409,14 @@ class DtypeShard:
         if not trained:
             return False
         laid, layout = self._layout_of(trained)
-        gradients = [self._take(self.members[i]) for i in laid.members]
+        gradients = [self._take(self.params[i]) for i in laid.params]
         missed = any(gradient is None for gradient in gradients)
         self._reducing = _Reducing(laid, layout, missed)
         self._way().start_reduce(layout, gradients, scale)
         return True
 
-    def _take(self, member: ShardedParam) -> torch.Tensor | None:
-        return member.take_whole_gradient()
+    def _take(self, param: ShardedParam) -> torch.Tensor | None:
+        return param.take_whole_gradient()
 
     def finish_reduce(self) -> torch.Tensor:
         """The sums of this rank's shares, scaled."""
@@ -426,9 +426,9 @@ class DtypeShard:
         """Turn sums into gradients of this rank's shares, at once or by `finalize_gradients()`."""
         assert self._reducing is not None
         self.arriving.append((self._reducing, self.staging.bring(sums)))
-        members = [self.members[i] for i in self._reducing.laid.members]
+        params = [self.params[i] for i in self._reducing.laid.params]
         # The host waits for what it adds to a gradient, or shows to hooks, while backward goes on.
-        wanted = any(m.has_hooks() or m.gradient() is not None for m in members)
+        wanted = any(m.has_hooks() or m.gradient() is not None for m in params)
         if wanted or not self.staging.copies:
             self._finalize_gradients()
 
@@ -439,15 +439,15 @@ class DtypeShard:
             self._add(reducing, sums.wait())
 
     def _add(self, reducing: _Reducing, sums: torch.Tensor) -> None:
-        members = [self.members[i] for i in reducing.laid.members]
-        before = [member.gradient() for member in members]
+        params = [self.params[i] for i in reducing.laid.params]
+        before = [param.gradient() for param in params]
         found = self._way().deliver(reducing.layout, sums, before, reducing.missed)
-        for member, had, local in zip(members, before, found, strict=True):
+        for param, had, local in zip(params, before, found, strict=True):
             if local is not None and had is None:
-                member.set_gradient(local)
-        for member, local in zip(members, found, strict=True):
-            if local is not None and member.has_hooks():
-                member.call_hooks()
+                param.set_gradient(local)
+        for param, local in zip(params, found, strict=True):
+            if local is not None and param.has_hooks():
+                param.call_hooks()
 
 
 def release_gradients(dtype_shards: Sequence[DtypeShard]) -> None:

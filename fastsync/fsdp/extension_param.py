@@ -1,4 +1,4 @@
-"""Members that say themselves what is gathered of them: tensor subclasses with an extension.
+"""Parameters that say themselves what is gathered of them: tensor subclasses with an extension.
 
 A local tensor may have two methods, which FSDP2 calls too. `fsdp_pre_all_gather()` returns tensors
 that stand for this rank's share, of any number and dtype, and metadata; the ranks gather each of
@@ -111,7 +111,7 @@ class _Memory:
 
 @dataclass
 class _GatherInputs:
-    """Inputs of a member to a gather; `extended`: its extension chose them."""
+    """Inputs of a parameter to a gather; `extended`: its extension chose them."""
 
     inputs: list[torch.Tensor]
     metadata: object
@@ -123,7 +123,7 @@ class _GatherInputs:
 
 
 class _Part:
-    """Memory in which a member's gathers end, the same each time.
+    """Memory in which a parameter's gathers end, the same each time.
 
     Attributes:
         kinds: dtypes and shapes of what every rank gives.
@@ -194,9 +194,9 @@ class _Gathered:
 
 
 class ExtensionShard(DtypeShard):
-    """DtypeShard whose members are apart from each other, each a tensor of its own class.
+    """DtypeShard whose parameters are apart from each other, each a tensor of its own class.
 
-    Gradients go the way of plain members' gradients. Collectives are the process group's; what
+    Gradients go the way of plain params' gradients. Collectives are the process group's; what
     they send to gather is not among the unit's counters.
     """
 
@@ -208,42 +208,42 @@ class ExtensionShard(DtypeShard):
         memory; there is no shard.
         """
         self._gathered, self._stored = _Gathered(), self.dtype
-        for member in self.members:
-            if type(member.local) is torch.Tensor and not member.local.is_meta:
-                member.local.data = member.local.clone()
+        for param in self.params:
+            if type(param.local) is torch.Tensor and not param.local.is_meta:
+                param.local.data = param.local.clone()
         return torch.empty(0)
 
     # --- dtypes
 
     @property
     def _requested_dtype(self) -> torch.dtype:
-        """The dtype that whole members are to have."""
+        """The dtype that unsharded parameters are to have."""
         lower = self.mixed.compute if self.dtype.is_floating_point else None
         return lower or self.dtype
 
     @property
     def compute(self) -> torch.dtype:
-        """Return the dtype of the gradients: extensions choose that of whole members."""
+        """Return the dtype of the gradients: extensions choose that of unsharded parameters."""
         found: torch.dtype | None = None
-        for member in self.members:
-            if member.whole is not None and member.sharded.requires_grad:
-                dtype = member.whole.dtype
+        for param in self.params:
+            if param.unsharded is not None and param.sharded.requires_grad:
+                dtype = param.unsharded.dtype
                 found = dtype if found is None else torch.promote_types(found, dtype)
         return found or self._requested_dtype
 
     # --- shares
 
     def sync_params(self) -> None:
-        for member in self.members:
-            found = member.homes[0].get()
-            if found is not member.whole and found is not member.sharded:
-                self._take_in(member, found)
-        if all(member.sharded.dtype == self._stored for member in self.members):
+        for param in self.params:
+            found = param.homes[0].get()
+            if found is not param.unsharded and found is not param.sharded:
+                self._take_in(param, found)
+        if all(param.sharded.dtype == self._stored for param in self.params):
             return
         self._check_dtypes()
-        for member in self.members:
-            member.set_spec(member.sharded.dtype)
-            member.whole = None
+        for param in self.params:
+            param.set_spec(param.sharded.dtype)
+            param.unsharded = None
         self._core = None
         self._layouts.clear()
         self._gathered, self._stored = _Gathered(), self.dtype
@@ -264,25 +264,25 @@ class ExtensionShard(DtypeShard):
         self._gathered.under_way = True
 
     def _ask_all(self) -> list[_GatherInputs]:
-        given = [self._ask(member) for member in self.members]
-        for member, part, each in zip(self.members, self._gathered.parts, given, strict=True):
+        given = [self._ask(param) for param in self.params]
+        for param, part, each in zip(self.params, self._gathered.parts, given, strict=True):
             if each.kinds != part.kinds:
                 raise RuntimeError(
-                    f"parameter {member.name!r} gave {_kinds_text(part.kinds)} to its first "
+                    f"parameter {param.name!r} gave {_kinds_text(part.kinds)} to its first "
                     f"gather, but gives {_kinds_text(each.kinds)} now, on rank {self.place.rank}: "
                     f"{_PRE}() has to return the same sizes and dtypes each time"
                 )
         return given
 
     def _ask_first(self) -> list[_GatherInputs]:
-        """Ask the members, and find out whether ranks differ, which would hang. Collective."""
+        """Ask the parameters, and find out whether ranks differ, which would hang. Collective."""
         given, failed = [], None
         try:
-            given = [self._ask(member) for member in self.members]
+            given = [self._ask(param) for param in self.params]
         except Exception as error:  # which the other ranks have to hear of
             failed = error
-        pairs = zip(self.members, given, strict=False)
-        statement = {self._about(member): _kinds_text(each.kinds) for member, each in pairs}
+        pairs = zip(self.params, given, strict=False)
+        statement = {self._about(param): _kinds_text(each.kinds) for param, each in pairs}
         what = "" if failed is None else f"{type(failed).__name__}: {failed}"
         try:
             at = self.place
@@ -294,45 +294,45 @@ class ExtensionShard(DtypeShard):
             raise failed from report
         if failed is not None:
             raise failed
-        dims = [member.shape.dim for member in self.members]
+        dims = [param.shape.dim for param in self.params]
         parts = [_Part(each, dim, self.place) for each, dim in zip(given, dims, strict=True)]
         self._gathered.parts = parts
         return given
 
-    def _about(self, member: ShardedParam) -> str:
-        text = f"what parameter {member.name!r} gives to a gather"
-        if member.shape.sizes[member.shape.dim] % self.place.world:
-            padded = member.shape.local(0, self.place.world)
+    def _about(self, param: ShardedParam) -> str:
+        text = f"what parameter {param.name!r} gives to a gather"
+        if param.shape.sizes[param.shape.dim] % self.place.world:
+            padded = param.shape.local(0, self.place.world)
             text += f" (shares are uneven: {_PRE}() has to pad them to {padded})"
         return text
 
     @torch.no_grad()
-    def _ask(self, member: ShardedParam) -> _GatherInputs:
-        if not has_extension(member.local):
-            return _GatherInputs([self._padded(member)], None, extended=False)
-        local = member.local
+    def _ask(self, param: ShardedParam) -> _GatherInputs:
+        if not has_extension(param.local):
+            return _GatherInputs([self._padded(param)], None, extended=False)
+        local = param.local
         if local.device != self.place.device:
             local = local.to(self.place.device)  # the host waits for it: classes know no other way
         pre = cast(_Extension, local).fsdp_pre_all_gather
         signature = inspect.signature(pre)
-        mesh, sizes = _shard_mesh(self.place), torch.Size(member.shape.sizes)
+        mesh, sizes = _shard_mesh(self.place), torch.Size(param.shape.sizes)
         if len(signature.parameters) == 1:
             inputs, metadata = pre(mesh)
         elif len(signature.parameters) == 5:
-            module, policy = member.homes[0].module, self.mixed.policy
+            module, policy = param.homes[0].module, self.mixed.policy
             inputs, metadata = pre(mesh, sizes, _strides(sizes), module, policy)
         else:
             raise RefusedError(
-                f"Invalid {_PRE} of parameter {member.name!r}: {signature}\nExpects {_PRE}(self, "
+                f"Invalid {_PRE} of parameter {param.name!r}: {signature}\nExpects {_PRE}(self, "
                 "mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], "
                 "module: nn.Module, mp_policy: MixedPrecisionPolicy)"
             )
         return _GatherInputs(list(inputs), metadata, extended=True)
 
-    def _padded(self, member: ShardedParam) -> torch.Tensor:
+    def _padded(self, param: ShardedParam) -> torch.Tensor:
         """The values of a share without an extension."""
-        local, dim = member.local, member.shape.dim
-        sizes = member.shape.local(0, self.place.world)
+        local, dim = param.local, param.shape.dim
+        sizes = param.shape.local(0, self.place.world)
         plain = torch.zeros(sizes, dtype=self._requested_dtype, device=self.place.device)
         plain.narrow(dim, 0, local.shape[dim]).copy_(local)
         return plain
@@ -342,31 +342,31 @@ class ExtensionShard(DtypeShard):
         if not self._gathered.under_way:
             return
         self._gathered.under_way = False
-        for member, part in zip(self.members, self._gathered.parts, strict=True):
+        for param, part in zip(self.params, self._gathered.parts, strict=True):
             part.finish()
-            self._assemble(member, part)
+            self._assemble(param, part)
         self._gathered.has_memory = True
 
-    def _assemble(self, member: ShardedParam, part: _Part) -> None:
+    def _assemble(self, param: ShardedParam, part: _Part) -> None:
         outputs, extended = tuple(part.outputs), part.kinds[0]
-        post = cast(_Extension, member.local).fsdp_post_all_gather if extended else None
+        post = cast(_Extension, param.local).fsdp_post_all_gather if extended else None
         metadata, part.metadata = part.metadata, None
-        if member.whole is not None:
+        if param.unsharded is not None:
             part.inner.allocate()
             if post is not None:
-                post(outputs, metadata, self._requested_dtype, out=member.whole)
+                post(outputs, metadata, self._requested_dtype, out=param.unsharded)
             return
         made: tuple[torch.Tensor, Iterable[torch.Tensor]] | None = (outputs[0], ())
         if post is not None:
             made = post(outputs, metadata, self._requested_dtype)
         if made is None:
             raise RefusedError(
-                f"{_POST}() of parameter {member.name!r} returned None where it was called without "
+                f"{_POST}() of parameter {param.name!r} returned None where it was called without "
                 "out: it has to return the whole tensor, and tensors in whose memory that is"
             )
         whole, inner = made
         part.inner = _Memory(inner)
-        member.make_whole(_cut(whole, member.shape.sizes))
+        param.make_unsharded(_cut(whole, param.shape.sizes))
 
     def release(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
         """Release what was gathered; the next gather is of the shares in any case."""
@@ -380,7 +380,7 @@ class ExtensionShard(DtypeShard):
         """Return the C++ unit, which is for gradients alone."""
         if self._core is None:
             if self.compute not in TRAINABLE:
-                names = [m.name for m in self.members if m.sharded.requires_grad]
+                names = [m.name for m in self.params if m.sharded.requires_grad]
                 raise RefusedError(
                     f"gradients of {names} would be of {self.compute}, the dtype that {_POST}() "
                     f"has chosen; fastsync.fully_shard reduces {[*map(str, TRAINABLE)]}"
@@ -388,8 +388,8 @@ class ExtensionShard(DtypeShard):
             self._core = self._make_core()
         return self._core
 
-    def _take(self, member: ShardedParam) -> torch.Tensor | None:
-        gradient = super()._take(member)
+    def _take(self, param: ShardedParam) -> torch.Tensor | None:
+        gradient = super()._take(param)
         return None if gradient is None else _plain(gradient)
 
 

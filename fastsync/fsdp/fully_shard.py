@@ -108,15 +108,15 @@ def fully_shard(
         check_device(make_codec(wires.gradients.format), name, place.device)
     own, tied = _split_tied(modules, params)
     by_param = dict(zip(map(id, params.values()), cuts, strict=True))
-    members = _make_members(modules, own, [by_param[id(param)] for param in own], place)
+    sharded_params = _shard_params(modules, own, [by_param[id(param)] for param in own], place)
     unit = None
-    if members:
+    if sharded_params:
         dtypes = MixedDTypes(mixed.param_dtype, mixed.reduce_dtype, mixed)
-        unit = Unit.of(modules, members, place, dtypes, wires)
+        unit = Unit.of(modules, sharded_params, place, dtypes, wires)
         unit.switches.reshard_after_forward = reshard is not False
         unit.switches.reshard_to = None if isinstance(reshard, bool) else reshard
-        for param, member in zip(own, members, strict=True):
-            setattr(param, OWNER, (weakref.ref(unit), member))
+        for param, sharded_param in zip(own, sharded_params, strict=True):
+            setattr(param, OWNER, (weakref.ref(unit), sharded_param))
     registrations()  # are counted from now on
     draw_as_unsharded()
     state = State(modules, unit, mixed, reshard_after_forward is None, tied)  # the modules hold it
@@ -314,17 +314,17 @@ def _split_tied(
         if owner is None:
             own.append(param)
             continue
-        unit, member = owner[0](), owner[1]
+        unit, sharded_param = owner[0](), owner[1]
         if unit is None:
             raise ValueError(f"parameter {name!r} is tied to one of a module that is gone")
-        member.homes.extend(find_homes(modules, [param])[0])
+        sharded_param.homes.extend(find_homes(modules, [param])[0])
         unit.show_sharded()
         tied[id(unit)] = unit
     return own, list(tied.values())
 
 
 @torch.no_grad()
-def _make_members(
+def _shard_params(
     modules: Sequence[nn.Module],
     params: Sequence[nn.Parameter],
     shapes: Sequence[Shape | None],
@@ -332,7 +332,7 @@ def _make_members(
 ) -> list[ShardedParam]:
     homes = find_homes(modules, params)
     return [
-        _make_member(param, shape, its, place)
+        _shard_param(param, shape, its, place)
         for param, shape, its in zip(params, shapes, homes, strict=True)
         if shape is not None
     ]
@@ -346,7 +346,7 @@ def _share(local: torch.Tensor, shape: Shape, place: Place) -> torch.Tensor:
     return with_own_storage(local.narrow(shape.dim, begin, shape.count(place.rank, place.world)))
 
 
-def _make_member(
+def _shard_param(
     param: nn.Parameter, shape: Shape, homes: list[Home], place: Place
 ) -> ShardedParam:
     share = _share(_local(param), shape, place)

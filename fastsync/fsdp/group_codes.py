@@ -34,7 +34,7 @@ class Codes:
         return self.codec.block
 
     def _payload(self, laid: ChunkLayout, world: int) -> PayloadLayout:
-        flags = 0 if laid.flags < 0 else len(laid.members)
+        flags = 0 if laid.flags < 0 else len(laid.params)
         regions = RegionLayout((), laid.values, flags, world, world)
         return region_payload(regions, self.codec.coded_bytes)
 

@@ -22,12 +22,12 @@ class LoadedStates:
         # Loading gives an optimizer another dict.
         self._known: WeakKeyDictionary[Optimizer, object] = WeakKeyDictionary()
 
-    def shard(self, optimizer: Optimizer, members: Sequence[ShardedParam]) -> None:
+    def shard(self, optimizer: Optimizer, params: Sequence[ShardedParam]) -> None:
         """Cut the state of whole parameters, as an unsharded run saves it, to this rank's share.
 
         Args:
             optimizer: about to step.
-            members: of the model.
+            params: of the model.
 
         Raises:
             ValueError: a state is neither that of a whole parameter nor of this rank's share.
@@ -35,12 +35,12 @@ class LoadedStates:
         if self._known.get(optimizer) is optimizer.state:
             return
         held = set(map(id, params_of(optimizer)))
-        for member in members:
-            state = optimizer.state.get(member.sharded)
-            if state and id(member.sharded) in held:
-                _shard(state, member)
+        for param in params:
+            state = optimizer.state.get(param.sharded)
+            if state and id(param.sharded) in held:
+                _shard(state, param)
                 if is_elementwise(optimizer):
-                    _check(optimizer, state, member)
+                    _check(optimizer, state, param)
         self._known[optimizer] = optimizer.state
 
 
@@ -50,40 +50,40 @@ def _tensors(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def _shard(state: dict[str, Any], member: ShardedParam) -> None:
+def _shard(state: dict[str, Any], param: ShardedParam) -> None:
     tensors = _tensors(state)
     # An optimizer of another kind may keep a whole tensor beside those of its shares.
     if any(isinstance(value, DTensor) for _, value in tensors):
         return
     for name, value in tensors:
-        if member.is_whole(value):
-            share = torch.empty(member.local.shape, dtype=value.dtype, device=member.local.device)
-            state[name] = member.as_dtensor(share.copy_(member.share_of(value)))
+        if param.is_of_unsharded_size(value):
+            share = torch.empty(param.local.shape, dtype=value.dtype, device=param.local.device)
+            state[name] = param.as_dtensor(share.copy_(param.share_of(value)))
 
 
-def _check(optimizer: Optimizer, state: dict[str, Any], member: ShardedParam) -> None:
-    spec, local = spec_of(member.sharded), member.local
+def _check(optimizer: Optimizer, state: dict[str, Any], param: ShardedParam) -> None:
+    spec, local = spec_of(param.sharded), param.local
     for name, value in _tensors(state):
         if not isinstance(value, DTensor):
             if value.shape != local.shape:
-                raise ValueError(_WRONG.format(*_words(optimizer, name, value, member)))
+                raise ValueError(_WRONG.format(*_words(optimizer, name, value, param)))
             continue
         found = spec_of(value)
         alike = (found.mesh, found.placements) == (spec.mesh, spec.placements)
-        if not alike or value.shape != member.sharded.shape or local_of(value).shape != local.shape:
-            raise ValueError(_WRONG.format(*_words(optimizer, name, value, member)))
+        if not alike or value.shape != param.sharded.shape or local_of(value).shape != local.shape:
+            raise ValueError(_WRONG.format(*_words(optimizer, name, value, param)))
         if found.mesh is not spec.mesh:  # as after torch.load()
-            state[name] = member.as_dtensor(local_of(value))
+            state[name] = param.as_dtensor(local_of(value))
 
 
 def _words(
-    optimizer: Optimizer, name: str, value: torch.Tensor, member: ShardedParam
+    optimizer: Optimizer, name: str, value: torch.Tensor, param: ShardedParam
 ) -> tuple[str, str, str, str, int, str]:
     is_local = not isinstance(value, DTensor)
     held = "" if is_local else f", of which this rank has {tuple(local_of(value).shape)},"
     sizes = f"{tuple(value.shape)}{held}"
-    wanted = f"{tuple(member.sharded.shape)}"
-    return name, type(optimizer).__name__, member.name, sizes, member.place.world, wanted
+    wanted = f"{tuple(param.sharded.shape)}"
+    return name, type(optimizer).__name__, param.name, sizes, param.place.world, wanted
 
 
 _WRONG = (

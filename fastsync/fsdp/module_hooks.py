@@ -135,10 +135,10 @@ class State:
         """State dicts show shares, wherever in these modules a parameter of `uses` is."""
         inside = {below for module in self.modules for below in module.modules()}
         homes: dict[nn.Module, list[tuple[Home, ShardedParam]]] = {}
-        for member in (member for unit in self.uses for member in unit.members):
-            for home in member.homes:
+        for param in (param for unit in self.uses for param in unit.params):
+            for home in param.homes:
                 if home.module in inside:
-                    homes.setdefault(home.module, []).append((home, member))
+                    homes.setdefault(home.module, []).append((home, param))
         for module, its in homes.items():
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(partial(self._before_load, its))
@@ -158,12 +158,12 @@ class State:
     ) -> None:
         """Cut whole tensors, as models that are not sharded have them, to this rank's share."""
         self._before_state_dict()
-        self._locals[module] = [member.local for _, member in homes]
-        for home, member in homes:
+        self._locals[module] = [param.local for _, param in homes]
+        for home, param in homes:
             whole = state.get(prefix + home.name)
-            if isinstance(whole, torch.Tensor) and member.is_whole(whole):
-                share = member.share_of(whole.detach()).to(member.local.device)
-                state[prefix + home.name] = member.as_dtensor(share)
+            if isinstance(whole, torch.Tensor) and param.is_of_unsharded_size(whole):
+                share = param.share_of(whole.detach()).to(param.local.device)
+                state[prefix + home.name] = param.as_dtensor(share)
 
     def _after_load(
         self, homes: Sequence[tuple[Home, ShardedParam]], module: nn.Module, *unused: object
@@ -171,8 +171,8 @@ class State:
         """Take in what has replaced a share; mostly, its memory has been written to."""
         before = self._locals.pop(module, None)
         if before is not None and all(
-            home.get() is member.sharded and member.local is local
-            for (home, member), local in zip(homes, before, strict=True)
+            home.get() is param.sharded and param.local is local
+            for (home, param), local in zip(homes, before, strict=True)
         ):
             return
         for unit in self.uses:
@@ -235,16 +235,16 @@ class State:
         modules = {module: name for name, module in root.named_modules()}
         for unit in self.context.units():
             unit.name = ", ".join(modules.get(m, type(m).__name__) for m in unit.modules)
-            for member in unit.members:
-                for param in (member.sharded, member.whole):
-                    member.name = names.get(id(param), member.name)
+            for param in unit.params:
+                for tensor in (param.sharded, param.unsharded):
+                    param.name = names.get(id(tensor), param.name)
 
     def connect(self) -> None:
         """Prepare everything below to be gathered. Collective the first time."""
         for unit in self.context.units():
             self.context.connections.connect(unit, self.context.units())
             unit.watch_with(self.context.gradients)
-            if not unit.is_whole:
+            if not unit.is_unsharded:
                 unit.sync_params()
             for dtype_shard in unit.dtype_shards:
                 dtype_shard.check_memory()
@@ -474,7 +474,7 @@ class State:
         self.moment = Moment.BEFORE_BACKWARD
         for unit in reversed(self.uses):
             unit.busy.add(id(self))
-            if unit.moment is Moment.BEFORE_BACKWARD and unit.is_whole:
+            if unit.moment is Moment.BEFORE_BACKWARD and unit.is_unsharded:
                 continue
             unit.moment, unit.touched = Moment.BEFORE_BACKWARD, True
             needed = [unit] if unit.switches.gather_in_backward else []

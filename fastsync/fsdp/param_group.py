@@ -90,7 +90,7 @@ class Unit:
     dtype_shards: list[DtypeShard]
     switches: Switches = field(default_factory=Switches)
     moment: Moment = Moment.IDLE
-    is_whole: bool = False
+    is_unsharded: bool = False
     concealed: bool = False
     gradients: core.UnitGradients | None = None
     running: int = 0
@@ -111,30 +111,30 @@ class Unit:
     def of(
         cls,
         modules: Sequence[nn.Module],
-        members: Sequence[ShardedParam],
+        params: Sequence[ShardedParam],
         place: Place,
         mixed: MixedDTypes,
         wires: UnitWires,
     ) -> Unit:
-        """Return a unit with a shard per dtype, and others for members that have extensions."""
-        unit = cls(tuple(modules), place, _dtype_shards_of(members, place, mixed, wires))
+        """Return a unit with a shard per dtype, and others for params that have extensions."""
+        unit = cls(tuple(modules), place, _dtype_shards_of(params, place, mixed, wires))
         unit.show_sharded()
         return unit
 
     @property
-    def members(self) -> Iterable[ShardedParam]:
-        return (member for dtype_shard in self.dtype_shards for member in dtype_shard.members)
+    def params(self) -> Iterable[ShardedParam]:
+        return (param for dtype_shard in self.dtype_shards for param in dtype_shard.params)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield all that modules may have registered: shares and unsharded parameters."""
-        for member in self.members:
-            yield member.sharded
-            if member.whole is not None:
-                yield member.whole
+        for param in self.params:
+            yield param.sharded
+            if param.unsharded is not None:
+                yield param.unsharded
 
     def settings(self) -> dict[str, str]:
         """Return what ranks must agree on besides the parameters; `{}` in a name is the unit."""
-        cuts = (f"{m.name!r} along dimension {m.shape.dim}" for m in self.members if m.shape.dim)
+        cuts = (f"{m.name!r} along dimension {m.shape.dim}" for m in self.params if m.shape.dim)
         kept = self.switches.reshard_to or self.switches.reshard_after_forward
         return {
             "what travels of unit {}": "; ".join(
@@ -155,25 +155,25 @@ class Unit:
         """Register parameters that a script has exchanged, or given an extension."""
         for dtype_shard in self.dtype_shards:
             dtype_shard.sync_params()
-        for member in self.members:
-            member.note_local()
+        for param in self.params:
+            param.note_local()
         self._sort()
         self.show_sharded()
 
     def _sort(self) -> None:
-        """Put every member into a dtype shard of its kind.
+        """Put every parameter into a dtype shard of its kind.
 
         Raises:
             RuntimeError: one was gathered as another kind.
         """
-        strays = [m for s in self.dtype_shards for m in s.members if _kind_of(m) is not type(s)]
+        strays = [m for s in self.dtype_shards for m in s.params if _kind_of(m) is not type(s)]
         if not strays:
             return
         if any(dtype_shard.begun for dtype_shard in self.dtype_shards):
             raise RuntimeError(_TOO_LATE.format(strays[0].name))
         before = self.dtype_shards
         self.dtype_shards = _dtype_shards_of(
-            list(self.members), self.place, before[0].mixed, before[0].wires
+            list(self.params), self.place, before[0].mixed, before[0].wires
         )
         if before[0].links is not None:
             self.connect(before[0].links)
@@ -183,29 +183,29 @@ class Unit:
 
         Those that stay are frozen or unfrozen as their shares are.
         """
-        changed = any(member.is_changed() for member in self.members)
+        changed = any(param.is_changed() for param in self.params)
         if (self.stale or self.concealed or changed) and not self.running:
             self.reshard()
-        if not self.running and any([member.is_exchanged() for member in self.members]):
+        if not self.running and any([param.is_exchanged() for param in self.params]):
             self.reshard()
             self.sync_params()
-        if not self.is_whole:
+        if not self.is_unsharded:
             for dtype_shard in self.dtype_shards:
                 dtype_shard.drop_part()
-        if self.is_whole:
-            for member in self.members:
-                member.take_script_gradient()
-                member.freeze_alike()
+        if self.is_unsharded:
+            for param in self.params:
+                param.take_script_gradient()
+                param.freeze_alike()
             self.watch()
 
     def start_gather(self) -> None:
         """Start to gather, unless the unit is whole or on the way. Collective."""
-        if self.is_whole:
+        if self.is_unsharded:
             return
         if not self._begun:
             self._begun = True
-            for member in self.members:
-                member.note_version()
+            for param in self.params:
+                param.note_version()
         for dtype_shard in self.dtype_shards:
             if not isinstance(dtype_shard, ExtensionShard):
                 _check_plain(dtype_shard)
@@ -213,36 +213,36 @@ class Unit:
 
     def finish_gather(self) -> None:
         """Wait until modules have the whole parameters."""
-        if self.is_whole and not self.concealed:
+        if self.is_unsharded and not self.concealed:
             return
-        if not self.is_whole:
+        if not self.is_unsharded:
             self.start_gather()
             for dtype_shard in self.dtype_shards:
                 dtype_shard.finish_gather()
-            for member in self.members:
-                member.note_whole()
-        for member in self.members:
-            member.show_whole()
-        self.is_whole, self.concealed = True, False
+            for param in self.params:
+                param.note_whole()
+        for param in self.params:
+            param.show_whole()
+        self.is_unsharded, self.concealed = True, False
         self.watch()
 
     def watch(self) -> None:
         """Watch gradients of the unsharded parameters, and show them to hooks."""
         if self.gradients is not None:
-            for member in self.members:
-                member.watch(self.gradients)
+            for param in self.params:
+                param.watch(self.gradients)
 
     def watch_with(self, gradients: core.UnitGradients) -> None:
         """Let `gradients` watch this unit."""
         if self.gradients is not gradients:
             self.gradients = gradients
-            for member in self.members:
-                member.watched = None
+            for param in self.params:
+                param.watched = None
 
     @property
     def trains(self) -> bool:
         """Return whether any of its parameters requires a gradient."""
-        return any(member.sharded.requires_grad for member in self.members)
+        return any(param.sharded.requires_grad for param in self.params)
 
     @property
     def stays(self) -> bool:
@@ -252,20 +252,20 @@ class Unit:
 
     def lend_gradients(self) -> None:
         """Let a script that sees the unsharded parameters find the gradients there."""
-        for member in self.members:
-            member.lend_gradient()
+        for param in self.params:
+            param.lend_gradient()
 
     def take_script_gradients(self) -> None:
         """Give the shares the gradients that the script has set since."""
-        for member in self.members:
-            member.take_script_gradient()
+        for param in self.params:
+            param.take_script_gradient()
 
     def conceal(self) -> None:
         """Show the shares to scripts, and keep the unsharded parameters for backward.
 
         Scripts may write to the shares until the next forward, which then gathers again.
         """
-        if self.is_whole and not self.concealed:
+        if self.is_unsharded and not self.concealed:
             self.show_sharded()
             self.concealed = True
 
@@ -279,12 +279,12 @@ class Unit:
 
     def freeze_alike(self) -> None:
         """Make shares and unsharded parameters require gradients alike."""
-        for member in self.members:
-            member.freeze_alike()
+        for param in self.params:
+            param.freeze_alike()
 
     def show_sharded(self) -> None:
-        for member in self.members:
-            member.show_sharded()
+        for param in self.params:
+            param.show_sharded()
 
     def reshard(self, for_backward: bool = False) -> None:
         """Register the shares in the modules, and free the memory of the whole parameters.
@@ -293,17 +293,17 @@ class Unit:
             for_backward: backward needs the parameters next, as they are now.
         """
         self.stale = False
-        keeps = for_backward and self.switches.reshard_to is not None and self.is_whole
+        keeps = for_backward and self.switches.reshard_to is not None and self.is_unsharded
         post_forward_group = self.post_forward_group if keeps else None
-        if self.is_whole:
-            for member in self.members:
-                member.check_whole()
+        if self.is_unsharded:
+            for param in self.params:
+                param.check_whole()
             self.show_sharded()
-            self.is_whole = self.concealed = False
+            self.is_unsharded = self.concealed = False
         if self._begun:  # loading a state dict reshards once for each module
             self._begun = False
-            for member in self.members:
-                member.forget_version()
+            for param in self.params:
+                param.forget_version()
         for dtype_shard in self.dtype_shards:
             dtype_shard.release(post_forward_group)
 
@@ -407,8 +407,8 @@ class Unit:
         for dtype_shard in self.dtype_shards:
             dtype_shard.partial = None
             dtype_shard.arriving.clear()
-        for member in self.members:
-            member.take_whole_gradient()
+        for param in self.params:
+            param.take_whole_gradient()
         self.reshard()
         self.end_backward()
         self.places.clear()
@@ -424,23 +424,23 @@ _TOO_LATE = (
 )
 
 
-def _kind_of(member: ShardedParam) -> type[DtypeShard]:
-    if stands_apart(member.local):
+def _kind_of(param: ShardedParam) -> type[DtypeShard]:
+    if stands_apart(param.local):
         return ExtensionShard
-    return DtypeShard if member.sharded.dtype in TRAINABLE else RawShard
+    return DtypeShard if param.sharded.dtype in TRAINABLE else RawShard
 
 
 def _dtype_shards_of(
-    members: Sequence[ShardedParam], place: Place, mixed: MixedDTypes, wires: UnitWires
+    params: Sequence[ShardedParam], place: Place, mixed: MixedDTypes, wires: UnitWires
 ) -> list[DtypeShard]:
     """Return one dtype shard for each kind and dtype."""
     alike: dict[tuple[type[DtypeShard], torch.dtype], list[ShardedParam]] = {}
-    for member in members:
-        alike.setdefault((_kind_of(member), member.sharded.dtype), []).append(member)
+    for param in params:
+        alike.setdefault((_kind_of(param), param.sharded.dtype), []).append(param)
     return [kind(its, place, mixed, wires) for (kind, _), its in alike.items()]
 
 
 def _check_plain(dtype_shard: DtypeShard) -> None:
-    for member in dtype_shard.members:
-        if has_extension(member.local):
-            raise RuntimeError(_TOO_LATE.format(member.name))
+    for param in dtype_shard.params:
+        if has_extension(param.local):
+            raise RuntimeError(_TOO_LATE.format(param.name))

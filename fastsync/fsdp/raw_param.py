@@ -1,4 +1,4 @@
-"""Members of dtypes without kernels, as integers and fp8: gathered bit by bit, never trained."""
+"""Params of dtypes without kernels, as integers and fp8: gathered bit by bit, never trained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastsync.fsdp.sharded_param import ShardedParam
 
 
 class RawShard(DtypeShard):
-    """A shard whose whole members have the bits of their shares, whatever the dtypes of its unit.
+    """A shard whose unsharded parameters have the bits of their shares, whatever its unit's dtypes.
 
     The collective is that of the process group.
     """
@@ -34,19 +34,19 @@ class RawShard(DtypeShard):
         """None.
 
         Raises:
-            RuntimeError: a member wants a gradient since.
+            RuntimeError: a parameter wants a gradient since.
         """
-        for member in self.members:
-            if member.sharded.requires_grad:
+        for param in self.params:
+            if param.sharded.requires_grad:
                 raise RuntimeError(
-                    f"parameter {member.name!r} was of a dtype that cannot be trained when "
+                    f"parameter {param.name!r} was of a dtype that cannot be trained when "
                     "fully_shard() was applied; convert the module before"
                 )
         return ()
 
     @property
     def begun(self) -> bool:
-        return any(member.whole is not None for member in self.members)
+        return any(param.unsharded is not None for param in self.params)
 
     def start_gather(self) -> None:
         if self._has_memory or self._gather is not None:
@@ -65,38 +65,38 @@ class RawShard(DtypeShard):
         gathered = gather.wait()
         self.staging.arrived()
         chunks = gathered.view(self.dtype).view(self.place.world, -1)
-        for index, member in enumerate(self.members):
-            self._fill(member, self._layout().offsets[index], chunks)
+        for index, param in enumerate(self.params):
+            self._fill(param, self._layout().offsets[index], chunks)
         self._has_memory = True
         gather.arrived()
 
-    def _fill(self, member: ShardedParam, offset: int, chunks: torch.Tensor) -> None:
-        """Copies every rank's share of a member from where it begins in their chunks."""
-        whole = self._memory_of(member)
+    def _fill(self, param: ShardedParam, offset: int, chunks: torch.Tensor) -> None:
+        """Copies every rank's share of a parameter from where it begins in their chunks."""
+        whole = self._memory_of(param)
         begin = 0
         for rank in range(self.place.world):
-            sizes = member.shape.local(rank, self.place.world)
+            sizes = param.shape.local(rank, self.place.world)
             share = chunks[rank, offset:].narrow(0, 0, torch.Size(sizes).numel()).view(sizes)
-            count = sizes[member.shape.dim]
-            whole.narrow(member.shape.dim, begin, count).copy_(share)
+            count = sizes[param.shape.dim]
+            whole.narrow(param.shape.dim, begin, count).copy_(share)
             begin += count
 
-    def _memory_of(self, member: ShardedParam) -> torch.Tensor:
-        """Return a member's whole, whose memory is there, without autograd's notice that it
+    def _memory_of(self, param: ShardedParam) -> torch.Tensor:
+        """Return an unsharded parameter, whose memory is there, without autograd's notice that it
         changes.
         """
-        if member.whole is None or member.whole.dtype != self.dtype:
-            sizes, device = member.shape.sizes, self.place.device
-            member.make_whole(torch.empty(sizes, dtype=self.dtype, device=device))
-        whole = member.whole_local()
+        if param.unsharded is None or param.unsharded.dtype != self.dtype:
+            sizes, device = param.shape.sizes, self.place.device
+            param.make_unsharded(torch.empty(sizes, dtype=self.dtype, device=device))
+        whole = param.unsharded_local()
         whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
         return whole.data
 
     def release(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
         """Release what was gathered; the next gather is of the shares in any case."""
         self.finish_gather()
-        for member in self.members:
-            if member.whole is not None:
-                member.whole_local().untyped_storage().resize_(0)
+        for param in self.params:
+            if param.unsharded is not None:
+                param.unsharded_local().untyped_storage().resize_(0)
         self._has_memory = False
         self.staging.wait()

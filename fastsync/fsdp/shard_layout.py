@@ -1,11 +1,11 @@
 """Layout of the shares of a unit's parameters. Pure integers.
 
-A rank's chunk holds its share of every member, each at a multiple of `ALIGNMENT`. Shares are of
+A rank's chunk holds its share of every param, each at a multiple of `ALIGNMENT`. Shares are of
 equal size on all ranks; where a dimension is not divisible, the last ranks' end earlier::
 
-    | small members | flags | large members, each a message by itself |
+    | small params | flags | large params, each a message by itself |
 
-What is small is packed and travels in one message. Flags, one per member, are there for gradients
+What is small is packed and travels in one message. Flags, one per param, are there for gradients
 alone (see csrc/fsdp/param_group.h). Where a chunk travels as codes, everything counts as small, and
 each share begins with a block of the format.
 """
@@ -52,7 +52,7 @@ class ChunkLayout:
     """A rank's chunk, in elements.
 
     Attributes:
-        members: which have a place, by index.
+        params: which have a place, by index.
         offsets: first element of each one's share.
         direct: which travel by themselves.
         chunk: elements of a chunk.
@@ -60,7 +60,7 @@ class ChunkLayout:
         flags: where flags begin; -1: there are none.
     """
 
-    members: tuple[int, ...]
+    params: tuple[int, ...]
     offsets: tuple[int, ...]
     direct: tuple[bool, ...]
     chunk: int
@@ -74,19 +74,19 @@ class ChunkLayout:
 
     @property
     def places(self) -> list[tuple[int, int, bool]]:
-        """Member, offset and whether it travels by itself."""
-        return list(zip(self.members, self.offsets, self.direct, strict=True))
+        """Param, offset and whether it travels by itself."""
+        return list(zip(self.params, self.offsets, self.direct, strict=True))
 
 
 def lay_out(
     shapes: Sequence[Shape],
-    members: Sequence[int],
+    params: Sequence[int],
     world: int,
     direct_from: int | None,
     flags: bool,
     block: int | None = None,
 ) -> ChunkLayout:
-    """The chunk of those `members`.
+    """The chunk of those `params`.
 
     Args:
         shapes: of all of the unit's.
@@ -94,12 +94,12 @@ def lay_out(
         block: block of the format whose codes travel; None: elements travel.
     """
     alignment = math.lcm(block or 1, ALIGNMENT)
-    shares = [shapes[m].share(world) for m in members]
+    shares = [shapes[m].share(world) for m in params]
     direct = tuple(
         direct_from is not None and share >= direct_from and shapes[m].contiguous
-        for m, share in zip(members, shares, strict=True)
+        for m, share in zip(params, shares, strict=True)
     )
-    offsets = [0] * len(members)
+    offsets = [0] * len(params)
     end = 0
     for i, share in enumerate(shares):
         if not direct[i]:
@@ -108,15 +108,15 @@ def lay_out(
     if block is not None:
         end = max(end, alignment)  # no code is that of nothing
     flags_at = end if flags else -1
-    end = packed = align_up(end + (len(members) if flags else 0), ALIGNMENT)
+    end = packed = align_up(end + (len(params) if flags else 0), ALIGNMENT)
     for i, share in enumerate(shares):
         if direct[i]:
             offsets[i] = end
             end = align_up(end + share, ALIGNMENT)
-    return ChunkLayout(tuple(members), tuple(offsets), direct, end, packed, flags_at)
+    return ChunkLayout(tuple(params), tuple(offsets), direct, end, packed, flags_at)
 
 
-def whole_offsets(shapes: Sequence[Shape]) -> list[int]:
+def unsharded_offsets(shapes: Sequence[Shape]) -> list[int]:
     """First element of each whole parameter where all lie side by side."""
     offsets, end = [], 0
     for shape in shapes:

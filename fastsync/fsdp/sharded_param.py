@@ -28,8 +28,8 @@ from fastsync.fsdp.shard_layout import Shape
 from fastsync.reducer import core
 from fastsync.reducer.registrations import unnoticed
 
-# Attribute of a parameter that shards have replaced: its unit and member, for modules outside that
-# are tied to it and for optimizers that still hold it.
+# Attribute of a parameter that shards have replaced: its unit and `ShardedParam`, for modules
+# outside that are tied to it and for optimizers that still hold it.
 OWNER = "_fastsync_owner"
 
 
@@ -65,7 +65,7 @@ class ShardedParam:
         shape: of the whole, and how it is cut; of this rank's local tensor where the parameter is
             a DTensor by itself (tensor parallelism).
         sharded: what optimizers see: a DTensor of which this rank has a share.
-        whole: what modules compute with; its memory comes and goes. None before the first time.
+        unsharded: what modules compute with; its memory comes and goes. None before the first time.
         partial: a gradient that has been accumulated without communication in the dtype in which
             gradients are reduced, where that is not the one in which they arrive.
         trained: whether it wanted a gradient when last looked at.
@@ -79,7 +79,7 @@ class ShardedParam:
     shape: Shape
     place: Place
     sharded: nn.Parameter
-    whole: nn.Parameter | None = None
+    unsharded: nn.Parameter | None = None
     partial: torch.Tensor | None = None
     name: str = ""
     inner: DTensorSpec | None = None
@@ -109,11 +109,11 @@ class ShardedParam:
         """Set the dtype of parameters and gradients."""
         self.spec = with_dtype(self.spec, dtype)
 
-    def make_whole(self, memory: torch.Tensor) -> None:
+    def make_unsharded(self, memory: torch.Tensor) -> None:
         """Make a parameter of what is in `memory`, to compute with."""
         if self.inner is not None:
             memory = make_dtensor(memory, with_dtype(self.inner, memory.dtype))
-        self.whole = nn.Parameter(memory, requires_grad=self.sharded.requires_grad)
+        self.unsharded = nn.Parameter(memory, requires_grad=self.sharded.requires_grad)
         self.watched = self._relay = None
 
     @property
@@ -130,7 +130,7 @@ class ShardedParam:
         begin = min(self.shape.count(0, world) * rank, self.shape.sizes[dim])
         return whole.narrow(dim, begin, self.shape.count(rank, world))
 
-    def is_whole(self, tensor: torch.Tensor) -> bool:
+    def is_of_unsharded_size(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a plain one of the whole parameter's sizes."""
         return (
             type(tensor) in (torch.Tensor, nn.Parameter)
@@ -150,10 +150,10 @@ class ShardedParam:
     def set_gradient(self, local: torch.Tensor) -> None:
         self.sharded.grad = make_dtensor(local, self.spec)
 
-    def whole_local(self) -> torch.Tensor:
+    def unsharded_local(self) -> torch.Tensor:
         """Return this rank's tensor of the whole, where that is a DTensor; otherwise the whole."""
-        assert self.whole is not None
-        return self.whole if self.inner is None else local_of(self.whole)
+        assert self.unsharded is not None
+        return self.unsharded if self.inner is None else local_of(self.unsharded)
 
     def _note(self) -> None:
         self._wrapper, self._local = self.sharded.untyped_storage(), self.local
@@ -192,9 +192,9 @@ class ShardedParam:
             )
 
     def _seen(self) -> tuple[int, int]:
-        assert self.whole is not None
-        version = -1 if self.whole.is_inference() else self.whole._version
-        return version, storage_address(self.whole)
+        assert self.unsharded is not None
+        version = -1 if self.unsharded.is_inference() else self.unsharded._version
+        return version, storage_address(self.unsharded)
 
     def is_gathered(self) -> bool:
         """Return whether `whole` has the values of the shares, or is about to."""
@@ -218,7 +218,7 @@ class ShardedParam:
         exchanged = self.local is not self._local
         for home in self.homes:
             found = home.module._parameters.get(home.name)
-            if found is self.sharded or found is self.whole:
+            if found is self.sharded or found is self.unsharded:
                 continue
             if found is None or home is not self.homes[0]:
                 done = "removed" if found is None else "exchanged where it is tied to another"
@@ -245,12 +245,12 @@ class ShardedParam:
 
     def watch(self, gradients: core.UnitGradients) -> None:
         """Watch the gradients of `whole`, and show them to the hooks of the parameter."""
-        if self.whole is None or not self.whole.requires_grad:
+        if self.unsharded is None or not self.unsharded.requires_grad:
             return
         if self.watched is None:
-            self.watched = gradients.watch(self.whole)
+            self.watched = gradients.watch(self.unsharded)
         if self._relay is None and self.sharded._backward_hooks:
-            self._relay = self.whole.register_hook(self._call_tensor_hooks)
+            self._relay = self.unsharded.register_hook(self._call_tensor_hooks)
 
     def _call_tensor_hooks(self, gradient: torch.Tensor) -> torch.Tensor:
         """Show this rank's own gradient to hooks, as an unsharded parameter does."""
@@ -269,9 +269,9 @@ class ShardedParam:
 
     def _fresh_gradient(self) -> torch.Tensor | None:
         """Return and remove what autograd has accumulated."""
-        if self.whole is None:
+        if self.unsharded is None:
             return None
-        fresh, self.whole.grad = self.whole.grad, None
+        fresh, self.unsharded.grad = self.unsharded.grad, None
         if fresh is None or self.inner is None:
             return fresh
         return local_gradient(fresh, self.inner)
@@ -286,9 +286,9 @@ class ShardedParam:
 
     def keep_whole_gradient(self, dtype: torch.dtype) -> None:
         """Keep what was accumulated in `dtype` for later backwards."""
-        if self.whole is None or self.whole.grad is None:
+        if self.unsharded is None or self.unsharded.grad is None:
             return
-        if self.partial is None and self.whole.grad.dtype == dtype:
+        if self.partial is None and self.unsharded.grad.dtype == dtype:
             return
         fresh = self._fresh_gradient()
         assert fresh is not None
@@ -296,19 +296,19 @@ class ShardedParam:
 
     def lend_gradient(self) -> None:
         """Let a script find the share's gradient at `whole`, to read, change or reset it."""
-        if self.whole is None or self.sharded.grad is None or self.whole.grad is not None:
+        if self.unsharded is None or self.sharded.grad is None or self.unsharded.grad is not None:
             return
         if self.inner is None:
-            seen = _like(self.sharded.grad, self.whole)
-            self._seen_grad, self._seen_version, self.whole.grad = seen, seen._version, seen
+            seen = _like(self.sharded.grad, self.unsharded)
+            self._seen_grad, self._seen_version, self.unsharded.grad = seen, seen._version, seen
 
     @torch.no_grad()
     def take_script_gradient(self) -> None:
         """Give the share what the script has left there: that gradient, another one, or none."""
         seen, self._seen_grad = self._seen_grad, None
-        if seen is None or self.whole is None:
+        if seen is None or self.unsharded is None:
             return
-        found, self.whole.grad = self.whole.grad, None
+        found, self.unsharded.grad = self.unsharded.grad, None
         if found is seen and seen._version == self._seen_version:
             return  # and the share's may be another one by now
         if found is None or isinstance(found, DTensor):
@@ -318,9 +318,12 @@ class ShardedParam:
 
     def freeze_alike(self) -> None:
         """Make share and whole require a gradient alike: a script may freeze or unfreeze either."""
-        if self.whole is not None and self.whole.requires_grad != self.sharded.requires_grad:
+        if (
+            self.unsharded is not None
+            and self.unsharded.requires_grad != self.sharded.requires_grad
+        ):
             wanted = not self.trained  # which one of them has been set to
-            self.whole.requires_grad_(wanted)
+            self.unsharded.requires_grad_(wanted)
             self.sharded.requires_grad_(wanted)
         self.trained = self.sharded.requires_grad
 
@@ -331,11 +334,11 @@ class ShardedParam:
             home.put(self.sharded)
 
     def show_whole(self) -> None:
-        assert self.whole is not None
+        assert self.unsharded is not None
         self.take_script_gradient()
         self.freeze_alike()
         for home in self.homes:
-            home.put(self.whole)
+            home.put(self.unsharded)
 
 
 def _like(gradient: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

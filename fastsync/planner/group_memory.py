@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fastsync.fsdp.shard_layout import ChunkLayout, Shape, lay_out, whole_offsets
+from fastsync.fsdp.shard_layout import ChunkLayout, Shape, lay_out, unsharded_offsets
 from fastsync.planner.record import ROOT, Mark, Record, TracedParam
 from fastsync.planner.strategy import Carrier, Strategy, codes_of
 from fastsync.reducer.bucket_layout import align_up
@@ -175,7 +175,7 @@ def _sizes(
     values = sum(shape.share(world) for shape in shapes)
     return UnitSizes(
         shard=gathered.chunk * stored.itemsize,
-        whole=(whole_offsets(shapes)[-1] + math.prod(shapes[-1].sizes)) * each,
+        whole=(unsharded_offsets(shapes)[-1] + math.prod(shapes[-1].sizes)) * each,
         gathering=(*lowered, *staging),
         reducing=reducing,
         coded=codes is not None,

@@ -232,7 +232,7 @@ def memory(rank, world):
         dtype_shards = [
             s for unit in units for s in unit.dtype_shards if type(s).__name__[0] == "E"
         ]
-        wholes = [m.whole for s in dtype_shards for m in s.members if m.whole is not None]
+        wholes = [m.unsharded for s in dtype_shards for m in s.params if m.unsharded is not None]
         sizes.append([w.untyped_storage().nbytes() > 0 for w in wholes])
 
     for step in range(2):

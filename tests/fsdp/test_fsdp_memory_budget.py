@@ -71,7 +71,7 @@ def marked(rank, world, how):
         found, below, _ = run(how, rank, world, mark)
         assert all(map(torch.equal, found[0], wanted[0])) and found[1] == wanted[1]
         held.append((mark, below))
-    two = sum(sorted(m.whole.numel() * m.whole.itemsize for m in units[-1].members)) * 2
+    two = sum(sorted(m.unsharded.numel() * m.unsharded.itemsize for m in units[-1].params)) * 2
     return most, two, held
 
 
@@ -91,7 +91,7 @@ def in_memory(rank, world, how):
     trained, most, units = run(how, rank, world, None, memory=True)
     wanted, more, _ = run(how, rank, world, None)
     assert all(map(torch.equal, trained[0], wanted[0])) and trained[1] == wanted[1]
-    largest = max(sum(m.whole.nbytes for m in unit.members) for unit in units)
+    largest = max(sum(m.unsharded.nbytes for m in unit.params) for unit in units)
     return largest, most, more, room_for(units, 1)
 
 
@@ -119,7 +119,7 @@ def one_unit(rank, world, options):
     (links,), (unit,) = context.all_links(), context.units()
     gathered = links.core.most_bytes()
     loss.backward()
-    whole = sum(m.whole.numel() * m.whole.itemsize for m in unit.members)
+    whole = sum(m.unsharded.numel() * m.unsharded.itemsize for m in unit.params)
     return gathered, links.core.most_bytes(), whole, unit.bytes_to_gather(), unit.bytes_to_reduce()
 
 
@@ -145,7 +145,7 @@ def evaluated(rank, world, options):
         with torch.no_grad():
             loss_of(model, words(rank, step))
     context = state_of(model).context
-    largest = max(sum(m.whole.nbytes for m in unit.members) for unit in context.units())
+    largest = max(sum(m.unsharded.nbytes for m in unit.params) for unit in context.units())
     return context.all_links()[0].core.most_bytes() / largest
 
 
@@ -235,7 +235,7 @@ def held_bytes(tensors):
 def wholes(model):
     found = {state_of(module) for module in model.modules()} - {None}
     units = [state.unit for state in found if state.unit is not None]
-    return [member.whole for unit in units for member in unit.members]
+    return [param.unsharded for unit in units for param in unit.params]
 
 
 def at_rest(rank, world, way):

@@ -400,7 +400,7 @@ def moved(rank, world):
     loss_of(model, words(rank, 0))
     dtype_shard = dtype_shards_of(model)[1]
     with torch._subclasses.FakeTensorMode():
-        set_local(dtype_shard.members[0].sharded, torch.empty(3, device="cuda"))
+        set_local(dtype_shard.params[0].sharded, torch.empty(3, device="cuda"))
     model.reshard()
     dtype_shard.check_memory()
 

@@ -64,13 +64,13 @@ def in_order(rank, world, memory):
     start, finish = Unit.start_gather, Unit.finish_gather
 
     def starts(unit):
-        if not unit.is_whole and id(unit) not in begun:
+        if not unit.is_unsharded and id(unit) not in begun:
             begun.add(id(unit))
             seen.append(f"+{unit.name or 'root'}")
         start(unit)
 
     def finishes(unit):
-        was_whole = unit.is_whole
+        was_whole = unit.is_unsharded
         finish(unit)
         if not was_whole:
             begun.discard(id(unit))
@@ -105,7 +105,7 @@ def by_hand(rank, world):
     start = Unit.start_gather
 
     def noted(unit):
-        if not unit.is_whole and unit.name not in begun:
+        if not unit.is_unsharded and unit.name not in begun:
             begun.append(unit.name)
         start(unit)
 

@@ -913,7 +913,7 @@ FAULTS = [
     Fault(
         "prefetched-unit-not-gathered-after-a-step",
         "fastsync/fsdp/context.py",
-        "unit.stale = unit.stale or any(id(member.sharded) in held for member in unit.members)",
+        "unit.stale = unit.stale or any(id(param.sharded) in held for param in unit.params)",
         "unit.stale = unit.stale",
         "tests/fsdp/test_fsdp_control_flow.py"
         "::test_no_forward_computes_with_weights_of_before_a_step[True]",
@@ -935,7 +935,7 @@ FAULTS = [
     Fault(
         "write-to-a-gathered-parameter-lost",
         "fastsync/fsdp/param_group.py",
-        "                member.check_whole()\n",
+        "                param.check_whole()\n",
         "                pass\n",
         "tests/conformance/test_data_assignment.py"
         "::test_writes_to_gathered_parameters_are_an_error[in place-zero3]",

@@ -52,7 +52,7 @@ class _Group:
 
     @property
     def fsdp_params(self) -> list[_Param]:
-        return [_Param(member) for member in self._unit.members]
+        return [_Param(member) for member in self._unit.params]
 
 
 class _Param:

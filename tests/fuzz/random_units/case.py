@@ -32,7 +32,7 @@ OPTIMIZERS = {
 
 def members_of(module):
     unit = state_of(module).unit
-    return () if unit is None else unit.members
+    return () if unit is None else unit.params
 
 
 def half(grad):
