@@ -101,9 +101,11 @@ def clip_norm(
         RuntimeError: it is not finite, and the caller wants an error then.
     """
     params = list(params)
-    squares = _squares(params, holders) if norm_type == 2.0 else None
+    mixed = [is_dtensor(param) for param in params]
+    # Ranks that average DTensors apart may have other gradients: what all ranks do goes by the
+    # parameters.
+    squares = None if norm_type != 2.0 or any(mixed) else _squares(params, holders)
     if squares is None:
-        mixed = [is_dtensor(param) for param in params]
         if holders.apart is None and not any(mixed):
             return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         norm = _norm_over_parts(params, norm_type, holders.apart)

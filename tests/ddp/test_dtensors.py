@@ -179,6 +179,40 @@ def test_a_norm_counts_each_part_once(norm_type):
         assert same
 
 
+class OptionalExpert(nn.Module):
+    """A layer that all ranks have, and a part of an expert."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.shared, self.expert = nn.Linear(4, 6).double(), nn.Linear(6, 6).double()
+
+    def forward(self, x, uses):
+        return self.expert(self.shared(x)) if uses else self.shared(x)
+
+
+def clip_with_an_unused_expert(rank, world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    net = OptionalExpert()
+    parallelize_module(net, mesh["tp"], {"expert": ColwiseParallel(output_layouts=Replicate())})
+    alone = [dist.new_group([each]) for each in range(4)][rank]
+    group = mesh.get_group("ep")
+    model = FastDDP(net, process_group=group, groups={"expert.*": Group(alone, divisor=2)})
+    model(samples(0, rank // 2), uses=rank < 2).square().mean().backward()
+    return model.clip_grad_norm_(0.1), [param.grad is not None for param in net.parameters()]
+
+
+def test_a_norm_where_some_ranks_use_no_expert():
+    """Of these ranks' gradients none is a DTensor, unlike those of the others."""
+    net = OptionalExpert()
+    for replica in range(2):
+        (net(samples(0, replica), uses=replica == 0).square().mean() / 2).backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    for rank, (found, there) in enumerate(run_ranks(clip_with_an_unused_expert, 4)):
+        assert there == [True, True, rank < 2, rank < 2]
+        torch.testing.assert_close(found, norm)
+
+
 class Uneven(nn.Module):
     """Layers of which the last one cannot be cut into equal parts."""
 

@@ -141,6 +141,14 @@ def gathered(wrapped, mine):
     return torch.stack(everyones)
 
 
+def all_say(wrapped, mine):
+    """Return whether `mine` is true on all ranks, those with other parts of DTensors, too."""
+    found = gathered(wrapped, torch.tensor([float(mine)])).amin().reshape(1)
+    if wrapped.seat.mesh is not None:
+        dist.all_reduce(found, dist.ReduceOp.MIN, wrapped.seat.mesh.get_group())
+    return bool(found)
+
+
 def check(wrapped, divisor=None):
     """Check the averages after a synchronised backward. Collective."""
     residuals = residuals_of(wrapped)
@@ -160,12 +168,13 @@ def gradients_are_alike(wrapped):
     there = [torch.tensor([float(ours.grad is not None)]) for ours, _ in wrapped.twins.params]
     facts = [torch.cat(both) for both in zip(mine, there, strict=True)]
     rows = gathered(wrapped, torch.cat(facts)).split([fact.numel() for fact in facts], dim=1)
-    return all(
+    alike = all(
         same(found[rank], found[part[0]])
         for index, found in enumerate(rows)
         for part in wrapped.parts.get(index, everyone)
         for rank in part
     )
+    return all_say(wrapped, alike)
 
 
 def recall(wrapped):

@@ -354,7 +354,7 @@ def accumulate(wrapped):
 
 def all_may_step(wrapped):
     """Return whether the copies of all ranks take their gradients. Collective."""
-    return bool(rule.gathered(wrapped, torch.tensor([float(wrapped.may_step())])).all())
+    return rule.all_say(wrapped, wrapped.may_step())
 
 
 def optimizer_step(wrapped):
@@ -373,7 +373,7 @@ def saved_on_some_ranks(wrapped):
     A rank that has nothing to train waits for nobody there.
     """
     forward = wrapped.forward()
-    all_train = bool(rule.gathered(wrapped, torch.tensor([float(wrapped.trainable)])).all())
+    all_train = rule.all_say(wrapped, wrapped.trainable)
     savers = wrapped.rng.choice(([0], [0], [wrapped.seat.world - 1], range(wrapped.seat.world)))
     by_name, waits = wrapped.rng.random() < 0.4, wrapped.rng.random() < 0.3
     if wrapped.seat.rank in savers:
