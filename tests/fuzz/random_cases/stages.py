@@ -118,6 +118,7 @@ def restart(wrapped):
     thaw(wrapped)
     state = copied(wrapped.model.sync_state_dict())
     wrapped.twins.replace_tree()
+    wrapped.used.clear()  # of a backward that failed
     wrapped.wrap()
     wrapped.model.load_sync_state_dict(state)
     kept_as_before(wrapped)
@@ -129,6 +130,7 @@ def rewrap(wrapped):
     state = copied(wrapped.model.sync_state_dict())
     if wrapped.drawn.divides:  # the new one does not know of means, and the old one does
         wrapped.zero("none")
+        wrapped.used.clear()  # of a backward that failed
     else:
         wrapped.old = wrapped.model
     wrapped.wrap()
