@@ -235,12 +235,19 @@ class Context(StepWatcher, Generic[S]):
 
     def replaces(self, optimizer: Optimizer) -> bool:
         """Return whether it steps on shares."""
+        return bool(self._stepped_by(optimizer))
+
+    def _stepped_by(self, optimizer: Optimizer) -> list[Unit]:
+        """Return the units that have a parameter on which an optimizer steps."""
         held = set(map(id, params_of(optimizer)))
-        return any(id(param.sharded) in held for unit in self.units() for param in unit.params)
+        return [u for u in self.units() if any(id(param.sharded) in held for param in u.params)]
 
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
         """Let the optimizer step on the local shards."""
         self.trim()  # of the backward's last messages too, which the others have read by now
+        if self.ending is None:  # no backward has failed
+            for unit in self._stepped_by(optimizer):
+                unit.take_set_gradients()
         params = [param for unit in self.units() for param in unit.params]
         self._loaded.shard(optimizer, params)
         if self.states[0].is_root is None:
@@ -257,17 +264,17 @@ class Context(StepWatcher, Generic[S]):
         self.after_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Mark units whose shares have changed.
+        """Mark units whose shares have changed; what nobody computes with any more is freed.
 
         Every rank sees the same; versions of tensors would differ, since some ranks' shares are
         empty.
         """
-        held = set(map(id, params_of(optimizer)))
-        for unit in self.units():
-            unit.stale = unit.stale or any(id(param.sharded) in held for param in unit.params)
-            if unit.stale and unit.running and unit.is_unsharded:  # a step within a forward
+        for unit in self._stepped_by(optimizer):
+            unit.stale = True
+            if unit.is_unsharded and (unit.running or not unit.places):
                 unit.reshard()
-                self.gather([unit])
+                if unit.running:  # a step within a forward
+                    self.gather([unit])
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Start to gather the parameters that the next forward computes with."""

@@ -222,6 +222,12 @@ class DtypeShard:
             )
 
     def _take_in(self, param: ShardedParam, found: nn.Parameter) -> None:
+        if not found.is_leaf:
+            raise RuntimeError(
+                f"parameter {param.name!r} was exchanged for the result of a computation, as by "
+                "torch.func.functional_call(): gradients would not come to what it was computed "
+                "from. Compute it within forward, or use zero=2"
+            )
         if not isinstance(found, DTensor) or found.shape != param.sharded.shape:
             raise RuntimeError(
                 f"parameter {param.name!r} was exchanged for a {type(found).__name__} of sizes "

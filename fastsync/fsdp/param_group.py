@@ -260,6 +260,15 @@ class Unit:
         for param in self.params:
             param.take_script_gradient()
 
+    def take_set_gradients(self) -> None:
+        """Give the shares also what a script has set where no backward has left gradients."""
+        self.take_script_gradients()
+        if self.accumulates:
+            return
+        for param in self.params:
+            if param.unsharded is not None and param.unsharded.grad is not None:
+                param.take_set_gradient()
+
     def conceal(self) -> None:
         """Show the shares to scripts, and keep the unsharded parameters for backward.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -56,6 +57,19 @@ class Home:
         return found
 
 
+class _Lent(NamedTuple):
+    """Gradient of a share that scripts see at the unsharded parameter.
+
+    Attributes:
+        gradient: that of the share.
+        seen: the same, or a copy; `version`: its version when it was lent.
+    """
+
+    gradient: torch.Tensor
+    seen: torch.Tensor
+    version: int
+
+
 @dataclass
 class ShardedParam:
     """Parameter that ranks share.
@@ -87,8 +101,7 @@ class ShardedParam:
     trained: bool = field(init=False)
     watched: core.WatchedGradient | None = None
     _relay: RemovableHandle | None = None
-    _seen_grad: torch.Tensor | None = None
-    _seen_version = 0
+    _lent: _Lent | None = None
     _version: int | None = None  # of the share, when it was gathered
     _gathered: tuple[int, int] | None = None  # version and storage of the whole, from then on
     _wrapper: torch.UntypedStorage = field(init=False)
@@ -300,21 +313,42 @@ class ShardedParam:
             return
         if self.inner is None:
             seen = _like(self.sharded.grad, self.unsharded)
-            self._seen_grad, self._seen_version, self.unsharded.grad = seen, seen._version, seen
+            self._lent = _Lent(self.sharded.grad, seen, seen._version)
+            self.unsharded.grad = seen
+
+    def take_script_gradient(self) -> None:
+        """Give the share what the script has left there: that gradient, another one, or none.
+
+        Raises:
+            RuntimeError: the script has set a gradient there, and changed that of the share.
+        """
+        lent, self._lent = self._lent, None
+        if lent is None or self.unsharded is None:
+            return
+        found = self.unsharded.grad
+        changed = found is not lent.seen or found._version != lent.version
+        if changed and self.sharded.grad is lent.gradient:
+            self.take_set_gradient()
+        elif found is not None and found is not lent.seen:
+            raise RuntimeError(
+                f"a gradient of parameter {self.name!r} was set where it is unsharded, and cleared "
+                "or set where the optimizer sees it: which one counts? Clear gradients with "
+                "model.zero_grad(), or call model.reshard() before gradients are set"
+            )
+        self.unsharded.grad = None
 
     @torch.no_grad()
-    def take_script_gradient(self) -> None:
-        """Give the share what the script has left there: that gradient, another one, or none."""
-        seen, self._seen_grad = self._seen_grad, None
-        if seen is None or self.unsharded is None:
+    def take_set_gradient(self) -> None:
+        """Give the share the gradient that a script has set at the unsharded parameter, or none."""
+        assert self.unsharded is not None
+        found = self.unsharded.grad
+        if self.inner is None and isinstance(found, DTensor):
+            self.sharded.grad, self.unsharded.grad = _like(found, self.local), None
             return
-        found, self.unsharded.grad = self.unsharded.grad, None
-        if found is seen and seen._version == self._seen_version:
-            return  # and the share's may be another one by now
-        if found is None or isinstance(found, DTensor):
-            self.sharded.grad = None if found is None else _like(found, self.local)
-            return
-        self.set_gradient(self.share_of(found.detach()).to(self.local, copy=True))
+        whole = self._fresh_gradient()
+        self.sharded.grad = None
+        if whole is not None:
+            self.set_gradient(self.share_of(whole.detach()).to(self.local, copy=True))
 
     def freeze_alike(self) -> None:
         """Make share and whole require a gradient alike: a script may freeze or unfreeze either."""

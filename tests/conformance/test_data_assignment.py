@@ -293,6 +293,25 @@ def removes_a_parameter(wrap, rank):
     return train(lambda module: wrap(module, find_unused_parameters=True), rank, write)
 
 
+def trains_what_follows_from_parameters(wrap, rank):
+    """As `functional_call` is used to train masks, or steps of an inner optimizer."""
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        made = {name: param * 1.5 for name, param in model.named_parameters()}
+        loss_of(torch.func.functional_call(model, made, (batch(rank, step),))).backward()
+        optimizer.step()
+    return full(model)
+
+
+@pytest.mark.slow(turns="stage")
+@pytest.mark.parametrize("stage", STAGES)
+def test_trains_what_follows_from_parameters(stage):
+    error = "result of a computation" if stage in SHARDED_PARAMETERS else None
+    check(trains_what_follows_from_parameters, stage, error=error)
+
+
 @pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
 @pytest.mark.parametrize("script", [replaces_a_parameter, removes_a_parameter])

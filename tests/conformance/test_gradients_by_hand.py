@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.conformance.stages import LAYOUTS, STAGES, batch, check, full, loss_of, net
 
@@ -114,3 +115,75 @@ def trains(wrap, rank, place, reset):
 @pytest.mark.parametrize(("place", "reset"), CASES)
 def test_gradients_are_what_a_script_makes_them(stage, place, reset):
     check(trains, stage, place, reset)
+
+
+# Here scripts see unsharded parameters between a forward and the step.
+UNSHARDED = ["zero0", "zero1", "zero2", "one unit", "one unit that stays"]
+
+
+def computes_them(wrap, rank, after):
+    """Gradients that the script computes and averages replace those of a backward, if any."""
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(3):
+        model.zero_grad()
+        if after == "after a backward":
+            loss_of(model(batch(rank, step + 10))).backward()
+        loss = loss_of(model(batch(rank, step)))
+        params = list(model.parameters())
+        for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+            dist.all_reduce(grad)
+            param.grad = grad / dist.get_world_size()
+        optimizer.step()
+    return full(model)
+
+
+@pytest.mark.slow(but=("after a forward-one unit", "after a backward-one unit"))
+@pytest.mark.parametrize("stage", UNSHARDED)
+@pytest.mark.parametrize("after", ["after a forward", "after a backward"])
+def test_gradients_that_a_script_computes(stage, after):
+    check(computes_them, stage, after)
+
+
+def goes_on_unsharded(wrap, rank, change):
+    """Parameters stay unsharded until the step, and are those after it when the script reads."""
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    if hasattr(model, "set_reshard_after_backward"):
+        model.set_reshard_after_backward(False)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        for param in model.parameters():
+            if change == "in place":
+                param.grad.mul_(0.5)
+            elif change == "another":
+                param.grad = param.grad * 0.5
+        optimizer.step()
+    return full(model)
+
+
+@pytest.mark.slow(turns="stage")
+@pytest.mark.parametrize("stage", ["fully_shard", "one unit", "one unit that stays"])
+@pytest.mark.parametrize("change", ["none", "in place", "another"])
+def test_parameters_that_stay_unsharded(stage, change):
+    check(goes_on_unsharded, stage, change)
+
+
+def clears_by_the_optimizer(wrap, rank):
+    """The optimizer clears what it sees, the shards', and the script sets what it sees."""
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        model(batch(rank, step))
+        optimizer.zero_grad()
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    return full(model)
+
+
+@pytest.mark.slow(but=("one unit",))
+@pytest.mark.parametrize("stage", ["one unit", "one unit that stays"])
+def test_two_gradients_of_one_parameter_are_an_error(stage):
+    check(clears_by_the_optimizer, stage, error="which one counts")

@@ -913,10 +913,18 @@ FAULTS = [
     Fault(
         "prefetched-unit-not-gathered-after-a-step",
         "fastsync/fsdp/context.py",
-        "unit.stale = unit.stale or any(id(param.sharded) in held for param in unit.params)",
-        "unit.stale = unit.stale",
+        "            unit.stale = True\n",
+        "",
         "tests/fsdp/test_fsdp_control_flow.py"
         "::test_no_forward_computes_with_weights_of_before_a_step[True]",
+    ),
+    Fault(
+        "gradients-set-by-hand-not-stepped-on",
+        "fastsync/fsdp/context.py",
+        "                unit.take_set_gradients()\n",
+        "                unit.take_script_gradients()\n",
+        "tests/conformance/test_gradients_by_hand.py::test_gradients_that_a_script_computes"
+        "[after a forward-one unit]",
     ),
     Fault(
         "no-unit-is-prefetched",
