@@ -285,6 +285,11 @@ class ShardedParam:
         if self.unsharded is None:
             return None
         fresh, self.unsharded.grad = self.unsharded.grad, None
+        if fresh is not None and fresh.is_sparse:
+            raise RuntimeError(
+                f"parameter {self.name!r} has a sparse gradient, which shards cannot have: make it "
+                "dense, as with nn.Embedding(sparse=False), or use zero=2"
+            )
         if fresh is None or self.inner is None:
             return fresh
         return local_gradient(fresh, self.inner)

@@ -297,3 +297,14 @@ def at_first(rank, world):
 
 def test_what_the_first_forward_finds_out():
     assert run_ranks(at_first, 2) == [(["", "0"], True, False)] * 2
+
+
+def with_a_sparse_gradient(rank, world):
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Embedding(8, 3, sparse=True), nn.Linear(3, 2)))
+    with pytest.raises(RuntimeError, match=r"'0.weight' has a sparse gradient.* use zero=2"):
+        model(torch.tensor([rank, 2])).sum().backward()
+
+
+def test_a_sparse_gradient_is_an_error():
+    run_ranks(with_a_sparse_gradient, 2)
