@@ -235,7 +235,7 @@ class Context(StepWatcher, Generic[S]):
 
     def replaces(self, optimizer: Optimizer) -> bool:
         """Return whether it steps on shares."""
-        return bool(self._stepped_by(optimizer))
+        return len(self._stepped_by(optimizer)) > 0
 
     def _stepped_by(self, optimizer: Optimizer) -> list[Unit]:
         """Return the units that have a parameter on which an optimizer steps."""
