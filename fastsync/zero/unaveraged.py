@@ -38,12 +38,12 @@ def check_averaged(params: Iterable[torch.Tensor], engine: Engine, exchange: Exc
     ours = {id(param): param.grad for param in params}
     found = [i for i in accumulated if id(engine.locals.tensors[i]) in ours]
     elsewhere = {
-        id(other.locals.tensors[i])
+        id(other.params[i].tensor)
         for other in (engines() if found else ())
         if other is not engine
         for i in other.core.averaged()
     }
-    found = [i for i in found if id(engine.locals.tensors[i]) not in elsewhere]
+    found = [i for i in found if id(engine.params[i].tensor) not in elsewhere]
     if not found:
         return
     digests = core.digests([part for grad in ours.values() for part in _local_parts(grad)])
