@@ -248,6 +248,37 @@ def test_a_step_on_gradients_that_nobody_averaged_is_an_error():
     run_ranks(steps_under_no_sync, 4)
 
 
+class Partly(Net):
+    """Leaves out what is cut, where it is told to."""
+
+    def forward(self, x, cut):
+        return super().forward(x) if cut else self.first(x)
+
+
+def averages_in_another_wrapper(rank, world):
+    """One replica alone uses what the optimizer, which another wrapper shares, steps on."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = Partly()
+    parallelize_module(net, mesh["tp"], PLAN)
+    options = {"process_group": mesh.get_group("dp"), "find_unused_parameters": True}
+    model = FastDDP(net, zero=1, **options)
+    optimizer = optim.SGD(net.up.parameters(), 0.1)
+    for number in range(3):
+        optimizer.zero_grad()
+        model(samples(number, rank // 2), number == 0 or rank < 2).square().mean().backward()
+        optimizer.step()
+        if number == 0:
+            before, model = model, FastDDP(net, zero=1, **options)
+    assert before.module is model.module
+    return [whole(param).detach() for param in net.up.parameters()]
+
+
+def test_another_wrapper_has_averaged():
+    first, *others = run_ranks(averages_in_another_wrapper, 4)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
 def weighed(rank, world, stage):
     model, optimizer = made(stage)
     for number in range(4):
