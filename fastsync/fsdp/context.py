@@ -83,7 +83,7 @@ class Context(StepWatcher, Generic[S]):
         weights: those of the micro-batches; None: the script has given none.
     """
 
-    _set_at = 0  # when a script said so
+    _set_at = 0  # when a script set `last_backward`
 
     def __init__(self, first: S) -> None:
         self.states = [first]
@@ -264,7 +264,7 @@ class Context(StepWatcher, Generic[S]):
         self.after_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Mark units whose shares have changed; what nobody computes with any more is freed.
+        """Mark units whose shares have changed, and free what no backward needs any more.
 
         Every rank sees the same; versions of tensors would differ, since some ranks' shares are
         empty.

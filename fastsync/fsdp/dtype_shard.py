@@ -59,7 +59,7 @@ class _Reducing:
 class PostForwardShard:
     """This rank's part of the memory of unsharded parameters, kept between forward and backward.
 
-    The parts of few ranks, which may be those of one machine, make up the whole params. So
+    The parts of few ranks, which may be those of one machine, make up the unsharded ones. So
     backward gathers from these ranks alone.
 
     Args:

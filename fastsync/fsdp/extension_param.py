@@ -196,7 +196,7 @@ class _Gathered:
 class ExtensionShard(DtypeShard):
     """DtypeShard whose parameters are apart from each other, each a tensor of its own class.
 
-    Gradients go the way of plain params' gradients. Collectives are the process group's; what
+    Gradients go the way of plain parameters' gradients. Collectives are the process group's; what
     they send to gather is not among the unit's counters.
     """
 
