@@ -306,9 +306,20 @@ def _changed(proxies: Sequence[ShardedGradient]) -> None:
     increment_version([proxy.share.piece for proxy in proxies])
 
 
-def _averages(values: Sequence[object]) -> bool:
-    """Return whether each is a gradient that is spread, with nothing beside it."""
-    return all(isinstance(v, ShardedGradient) and v.share.is_average for v in values)
+def _is_average(grad: object) -> bool:
+    """Return whether it is a gradient that is spread, with nothing beside it."""
+    return isinstance(grad, ShardedGradient) and grad.share.is_average
+
+
+def _piece(grad: torch.Tensor) -> torch.Tensor:
+    """Return what an operator on each element works on: of a gradient that is spread this rank's
+    elements, of another one all.
+
+    Lists of gradients may differ between ranks, as where only some have used an expert.
+    """
+    if not isinstance(grad, ShardedGradient):
+        return grad
+    return grad.share.piece if grad.share.is_average else grad.whole()
 
 
 @_on("detach.default", "alias.default")
@@ -357,7 +368,7 @@ def _accumulate(func: Any, proxy: Any, other: torch.Tensor, *, alpha: float = 1)
     "nan_to_num_.default",
 )
 def _elementwise(func: Any, proxy: Any, *others: Any, **named: Any) -> Any:
-    if not _averages([proxy]) or not all(map(ShardedGradient.is_number, others)):
+    if not _is_average(proxy) or not all(map(ShardedGradient.is_number, others)):
         return NotImplemented
     func(proxy.share.piece, *others, **named)
     _changed([proxy])
@@ -372,11 +383,12 @@ def _elementwise(func: Any, proxy: Any, *others: Any, **named: Any) -> Any:
     "_foreach_clamp_min_.Scalar",
     "_foreach_clamp_max_.Scalar",
 )
-def _elementwise_all(func: Any, proxies: Sequence[Any], other: Any) -> Any:
-    if not _averages(proxies) or not ShardedGradient.is_number(other):
+def _elementwise_all(func: Any, grads: Sequence[Any], other: Any) -> Any:
+    if not ShardedGradient.is_number(other):
         return NotImplemented
-    func([proxy.share.piece for proxy in proxies], other)
-    _changed(proxies)
+    averages = list(filter(_is_average, grads))
+    func([_piece(grad) for grad in grads], other)
+    _changed(averages)
     return None
 
 
@@ -390,7 +402,7 @@ def _norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    known = _averages([proxy]) and not proxy.share.released and ord > 0
+    known = _is_average(proxy) and not proxy.share.released and ord > 0
     if not known or dim is not None or keepdim:
         return NotImplemented
     norm = proxy.share.shards().shard_group.norm(proxy.share, float(ord))
@@ -406,14 +418,15 @@ def _norms(
 
 @_on("_amp_foreach_non_finite_check_and_unscale_.default")
 def _unscale(
-    func: Any, proxies: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor
+    func: Any, grads: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> Any:
-    if not _averages(proxies):
+    averages = list(filter(_is_average, grads))
+    if not averages:
         return NotImplemented
-    shard_group = proxies[0].share.shards().shard_group
+    shard_group = averages[0].share.shards().shard_group
     shard_group.exchange.meet("gradients to be unscaled")
-    func([proxy.share.piece for proxy in proxies], found_inf, inv_scale)
-    _changed(proxies)
+    func([_piece(grad) for grad in grads], found_inf, inv_scale)
+    _changed(averages)
     shard_group.exchange.reduce(found_inf, "the search for infinities", dist.ReduceOp.MAX)
     return None
 

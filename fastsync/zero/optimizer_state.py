@@ -575,13 +575,14 @@ def _elementwise(func: Any, proxy: Any, *others: Any, **named: Any) -> Any:
     *("_foreach_clamp_min_.Scalar", "_foreach_clamp_max_.Scalar"),
 )
 def _elementwise_all(func: Any, proxies: Sequence[Any], *others: Any, **named: Any) -> Any:
-    spread = [proxy for proxy in proxies if isinstance(proxy, StateSlice)]
-    if len(spread) < len(proxies) or not all(map(StateSlice.is_number, others)):
+    if not all(map(StateSlice.is_number, others)):
         return NotImplemented
+    spread = [proxy for proxy in proxies if isinstance(proxy, StateSlice)]
+    plain = [each for each in proxies if not isinstance(each, StateSlice)]
     with ExitStack() as stack:
         for proxy in spread:
             stack.enter_context(proxy.writing())
-        if parts := [part for proxy in spread for _, part in proxy._parts]:
+        if parts := plain + [part for proxy in spread for _, part in proxy._parts]:
             func(parts, *others, **named)
     return None
 

@@ -180,37 +180,53 @@ def test_a_norm_counts_each_part_once(norm_type):
 
 
 class OptionalExpert(nn.Module):
-    """A layer that all ranks have, and a part of an expert."""
+    """Two layers that all ranks have, and an expert."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.shared, self.expert = nn.Linear(4, 6).double(), nn.Linear(6, 6).double()
+        self.shared, self.head = nn.Linear(4, 6).double(), nn.Linear(6, 6).double()
+        self.expert = nn.Linear(6, 6).double()
 
     def forward(self, x, uses):
-        return self.expert(self.shared(x)) if uses else self.shared(x)
+        x = self.head(self.shared(x))
+        return self.expert(x) if uses else x
 
 
-def clip_with_an_unused_expert(rank, world):
+def clip_with_an_unused_expert(rank, world, cut, zero):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
     net = OptionalExpert()
-    parallelize_module(net, mesh["tp"], {"expert": ColwiseParallel(output_layouts=Replicate())})
+    for layer in cut:
+        parallelize_module(net, mesh["tp"], {layer: ColwiseParallel(output_layouts=Replicate())})
     alone = [dist.new_group([each]) for each in range(4)][rank]
-    group = mesh.get_group("ep")
-    model = FastDDP(net, process_group=group, groups={"expert.*": Group(alone, divisor=2)})
-    model(samples(0, rank // 2), uses=rank < 2).square().mean().backward()
-    return model.clip_grad_norm_(0.1), [param.grad is not None for param in net.parameters()]
+    groups = {"expert.*": Group(alone, divisor=2)}
+    model = FastDDP(net, process_group=mesh.get_group("ep"), groups=groups, zero=zero)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    norms = []
+    for step in range(2):
+        optimizer.zero_grad()
+        model(samples(step, rank // 2), uses=rank < 2).square().mean().backward()
+        norms.append(model.clip_grad_norm_(0.1))
+        optimizer.step()
+    return norms, [param.grad is not None for param in net.parameters()]
 
 
-def test_a_norm_where_some_ranks_use_no_expert():
-    """Of these ranks' gradients none is a DTensor, unlike those of the others."""
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("cut", [["expert"], ["expert", "head"]])
+def test_a_norm_where_some_ranks_use_no_expert(cut, zero):
+    """Without it, these ranks have no DTensors as gradients, or only such as `zero` spreads."""
     net = OptionalExpert()
-    for replica in range(2):
-        (net(samples(0, replica), uses=replica == 0).square().mean() / 2).backward()
-    norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-    for rank, (found, there) in enumerate(run_ranks(clip_with_an_unused_expert, 4)):
-        assert there == [True, True, rank < 2, rank < 2]
-        torch.testing.assert_close(found, norm)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    norms = []
+    for step in range(2):
+        optimizer.zero_grad()
+        for replica in range(2):
+            (net(samples(step, replica), uses=replica == 0).square().mean() / 2).backward()
+        norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.1))
+        optimizer.step()
+    for rank, (found, there) in enumerate(run_ranks(clip_with_an_unused_expert, 4, cut, zero)):
+        assert there == [True] * 4 + [rank < 2] * 2
+        torch.testing.assert_close(found, norms)
 
 
 class Uneven(nn.Module):

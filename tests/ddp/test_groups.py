@@ -452,6 +452,40 @@ def test_an_overflow_in_a_group_leaves_out_the_step_of_all_ranks():
     assert run_ranks(scaled, 4) == [[[(0, 2.0), (4, 2.0)]] * len(STAGES)] * 4
 
 
+def with_an_unused_layer(rank, world, zero):
+    """Scale gradients of which some ranks' groups have fewer, by a scaler and by hand."""
+    model = FastDDP(Two(), groups={"own.*": groups_of(rank)[1]}, zero=zero)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        scaler.scale(model((1.0, 1.0 if rank % 2 == 0 else None))).backward()
+        scaler.unscale_(optimizer)
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        torch._foreach_mul_(grads, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
+        torch._foreach_mul_(momenta, 2.0)
+    return state(model.module)
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_all_gradients_are_scaled_where_some_ranks_have_fewer(zero):
+    plain = Two()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=1.0)
+    found = run_ranks(with_an_unused_layer, 4, zero)
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain((1.0, 1.0)).backward()
+        optimizer.step()
+    expected, untouched = state(plain), state(Two())
+    for rank, values in enumerate(found):
+        for name, value in values.items():
+            used = rank % 2 == 0 or name.startswith("shared")
+            torch.testing.assert_close(value, (expected if used else untouched)[name])
+
+
 SUMS = {  # how backwards go in a step, and by what each rank multiplies the output of its group
     "synchronised": [("all", (1, 2, 3, 4)), ("all", (5, 6, 7, 8)), ("all", (1, 1, 1, 1))],
     "accumulated": [("all", (1, 2, 3, 4)), ("alone", (5, 6, 7, 8)), ("all", (1, 1, 1, 1))],
