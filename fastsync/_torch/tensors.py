@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import _utils
@@ -15,11 +15,13 @@ __all__ = [
     "WrapperTensor",
     "accumulate_hooks",
     "creation_number",
+    "data_of",
     "flatten",
     "has_views",
     "is_view_of_argument",
     "is_wrapper",
     "next_creation_number",
+    "set_data",
     "share_hooks",
     "storage_address",
     "taking_hooks",
@@ -120,6 +122,16 @@ def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 def storage_address(tensor: torch.Tensor) -> int:
     """Return the address of the storage's C++ object, which a DTensor has one of, too."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the `.data` that torch.Tensor has, whatever a subclass makes of it."""
+    return cast(torch.Tensor, torch.Tensor.data.__get__(tensor))  # type: ignore[attr-defined]
+
+
+def set_data(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Assign to that `.data`."""
+    torch.Tensor.data.__set__(tensor, values)  # type: ignore[attr-defined]
 
 
 def next_creation_number() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from fastsync._torch import data_of
 from fastsync.fsdp.dtype_shard import DtypeShard
 from fastsync.fsdp.group_links import FlatGather
 from fastsync.fsdp.sharded_param import ShardedParam
@@ -90,7 +91,7 @@ class RawShard(DtypeShard):
             param.make_unsharded(torch.empty(sizes, dtype=self.dtype, device=device))
         whole = param.unsharded_local()
         whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
-        return whole.data
+        return data_of(whole)
 
     def release(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
         """Release what was gathered; the next gather is of the shares in any case."""

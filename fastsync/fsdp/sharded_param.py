@@ -14,9 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from fastsync._torch import (
     DTensorSpec,
     accumulate_hooks,
+    data_of,
     local_gradient,
     local_of,
     make_dtensor,
+    set_data,
     spec_of,
     storage_address,
     tensor_hooks,
@@ -55,6 +57,30 @@ class Home:
         found = self.module._parameters[self.name]
         assert found is not None
         return found
+
+
+class _Unsharded(nn.Parameter):
+    """Unsharded parameter that notes when a script takes `.data`: no version counts its writes."""
+
+    taken: torch.Tensor | None = None  # a copy from then
+
+    @property
+    def data(self) -> torch.Tensor:
+        if self.taken is None and self.untyped_storage().size():
+            self.taken = self.detach().clone()
+        return data_of(self)
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        set_data(self, values)
+
+    def is_written(self) -> bool:
+        """Return whether values have changed since the last call, where `.data` was taken."""
+        taken, self.taken = self.taken, None
+        if taken is None:
+            return False
+        before, now = (each.reshape(-1).view(torch.uint8) for each in (taken, self.detach()))
+        return not torch.equal(before, now)
 
 
 class _Lent(NamedTuple):
@@ -126,7 +152,8 @@ class ShardedParam:
         """Make a parameter of what is in `memory`, to compute with."""
         if self.inner is not None:
             memory = make_dtensor(memory, with_dtype(self.inner, memory.dtype))
-        self.unsharded = nn.Parameter(memory, requires_grad=self.sharded.requires_grad)
+        plain = _Unsharded if self.inner is None else nn.Parameter
+        self.unsharded = plain(memory, requires_grad=self.sharded.requires_grad)
         self.watched = self._relay = None
 
     @property
@@ -146,7 +173,7 @@ class ShardedParam:
     def is_of_unsharded_size(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is a plain one of the whole parameter's sizes."""
         return (
-            type(tensor) in (torch.Tensor, nn.Parameter)
+            type(tensor) in (torch.Tensor, nn.Parameter, _Unsharded)
             and self.inner is None
             and tuple(tensor.shape) == self.shape.sizes
         )
@@ -188,15 +215,18 @@ class ShardedParam:
     def note_whole(self) -> None:
         """Note that the whole has the values of the shares."""
         self._gathered = self._seen()
+        if isinstance(self.unsharded, _Unsharded):
+            self.unsharded.taken = None
 
     def check_whole(self) -> None:
         """
         Raises:
             RuntimeError: a script has written to the whole, or assigned to its `.data`. What is
-                written to `.data` is not seen.
+                written to `.data` of a DTensor is not seen.
         """
         gathered, self._gathered = self._gathered, None
-        if gathered is not None and gathered != self._seen():
+        written = isinstance(self.unsharded, _Unsharded) and self.unsharded.is_written()
+        if written or (gathered is not None and gathered != self._seen()):
             raise RuntimeError(
                 f"parameter {self.name!r} was written to while it was gathered, as by momentum "
                 "updates in forward() or an embedding with max_norm, which would be lost: the "

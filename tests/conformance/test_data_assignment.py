@@ -191,17 +191,19 @@ def test_assigning_to_data_of_shards_is_an_error(stage, script):
 class Momentum(nn.Module):
     """Layers and their average, which each forward moves."""
 
-    def __init__(self, assigns):
+    def __init__(self, kind):
         super().__init__()
-        self.trained, self.average, self.assigns = net(), net(), assigns
+        self.trained, self.average, self.kind = net(), net(), kind
         self.average.requires_grad_(False)
 
     @torch.no_grad()
     def move(self):
         pairs = zip(self.trained.parameters(), self.average.parameters(), strict=True)
         for param, mean in pairs:
-            if self.assigns:
+            if self.kind == "assigned":
                 mean.data = mean.data * 0.9 + param.data * 0.1
+            elif self.kind == "in data":
+                mean.data.mul_(0.9).add_(param.data, alpha=0.1)
             else:
                 mean.mul_(0.9).add_(param, alpha=0.1)
 
@@ -224,7 +226,7 @@ class Bounded(nn.Module):
 
 def train_with_writes(wrap, rank, kind):
     torch.manual_seed(3)
-    model = wrap(Bounded() if kind == "max_norm" else Momentum(kind == "assigned"))
+    model = wrap(Bounded() if kind == "max_norm" else Momentum(kind))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(3):
         optimizer.zero_grad()
@@ -235,15 +237,16 @@ def train_with_writes(wrap, rank, kind):
 
 @pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero1-small", "zero2"])
-@pytest.mark.parametrize("kind", ["in place", "assigned", "max_norm"])
+@pytest.mark.parametrize("kind", ["in place", "in data", "assigned", "max_norm"])
 def test_writes_within_a_forward(stage, kind):
     check(train_with_writes, stage, kind)
 
 
-WRITTEN_TO = r"parameter '.*weight' was written to while it was gathered"
+WRITTEN_TO = r"parameter '.*(weight|bias)' was written to while it was gathered"
 # What the forward of the root writes to are shards of other units.
 OUTCOMES = {
     ("in place", "fully_shard"): None,
+    ("in data", "fully_shard"): None,
     ("assigned", "fully_shard"): ASSIGNED,
     ("assigned", "units of FastDDP"): ASSIGNED,
 }
@@ -251,7 +254,7 @@ OUTCOMES = {
 
 @pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", [*SHARDED_PARAMETERS, *LAYOUTS])
-@pytest.mark.parametrize("kind", ["in place", "assigned", "max_norm"])
+@pytest.mark.parametrize("kind", ["in place", "in data", "assigned", "max_norm"])
 def test_writes_to_gathered_parameters_are_an_error(stage, kind):
     check(train_with_writes, stage, kind, error=OUTCOMES.get((kind, stage), WRITTEN_TO))
 
