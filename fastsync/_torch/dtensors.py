@@ -33,6 +33,7 @@ __all__ = [
     "make_spec",
     "mesh_groups",
     "placed_value",
+    "read_as_unsharded",
     "set_local",
     "shard_spec",
     "spec_of",
@@ -294,6 +295,19 @@ def draw_as_unsharded() -> None:
         return tensor
 
     handlers.update(dict.fromkeys(_DRAWS, draw))
+
+
+def read_as_unsharded() -> None:
+    """Give `item()` of DTensors, and what calls it, the number of an unsharded tensor.
+
+    Torch reads the local tensor, which has one rank's part of a sum or of a norm.
+    """
+    handlers = cast("dict[object, object]", DTensor._op_dispatcher._custom_op_handlers)
+
+    def read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        return op(cast(DTensor, args[0]).full_tensor(), **kwargs)
+
+    handlers[torch.ops.aten._local_scalar_dense.default] = read
 
 
 def local_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

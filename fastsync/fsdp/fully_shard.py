@@ -21,6 +21,7 @@ from fastsync._torch import (
     local_of,
     make_dtensor,
     make_spec,
+    read_as_unsharded,
     register_sharded,
     shard_spec,
     share_hooks,
@@ -119,6 +120,7 @@ def fully_shard(
             setattr(param, OWNER, (weakref.ref(unit), sharded_param))
     registrations()  # are counted from now on
     draw_as_unsharded()
+    read_as_unsharded()
     state = State(modules, unit, mixed, reshard_after_forward is None, tied)  # the modules hold it
     state.ignored = tuple(ignored_params or ())
     for each in modules:
@@ -146,6 +148,12 @@ def _roots(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _check_module(module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"fully_shard and zero=3 cannot shard a {type(module).__name__}, whose compiled code "
+            "computes with the parameters that it has: shard the module that it was made of and "
+            "compile that with torch.compile, or use zero=2"
+        )
     if type(module).forward is nn.Module.forward and isinstance(
         module, nn.ModuleList | nn.ModuleDict
     ):

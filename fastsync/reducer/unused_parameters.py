@@ -72,10 +72,13 @@ class UnusedParams:
             raise
 
     def _gone(self, names: Sequence[str]) -> list[str]:
-        """Return those of `names` that the module has no more, or has other tensors for."""
+        """Return those of `names` for which the module has got other tensors."""
         if self.current is None:
             return []
         now = {param.name: param.tensor for param in self.current()}
+        wrapped = set(map(id, self._wrapped.values()))
+        if all(id(tensor) in wrapped for tensor in now.values()):
+            return []  # what was only removed is not trained any more
         return [name for name in names if now.get(name) is not self._wrapped[name]]
 
 

@@ -452,6 +452,12 @@ class StateSlice(SpreadTensor):
 
     @classmethod
     def otherwise(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.namespace == "c10d":
+            raise RuntimeError(
+                f"{func} cannot take a value of the optimizer's state, which is spread over the "
+                "ranks: communicate a clone() of it on every rank, and write the result back with "
+                "copy_()"
+            )
         if is_view_of_argument(func):
             raise RuntimeError(
                 f"{func} would make a view of a value of the optimizer's state, which is spread "

@@ -57,6 +57,7 @@ from fastsync.reducer.optimizer_hooks import (
     watch_steps,
     with_loss,
 )
+from fastsync.reducer.tied_parameters import check_untied
 from fastsync.reducer.unused_parameters import NamedParam
 from fastsync.reducer.weak_calls import weakly
 from fastsync.wire.formats import FORMATS
@@ -256,6 +257,8 @@ class ShardedOptimizers(StepWatcher):
         sharded = self._sharded.get(optimizer)
         if sharded is None or not sharded.fits(optimizer):
             self._check_dtensors(optimizer)
+            # Since wrapping, a script may have assigned one parameter's `.data` to another.
+            check_untied(((p.name, local) for local, p in self._pairs()), "or use zero=0")
             self.make_gradients_whole()
             if sharded is not None:
                 sharded.detach(optimizer)

@@ -170,6 +170,35 @@ def test_a_replaced_layer_is_in_no_optimizer(stage):
     check(changes, stage, old_ones_stay, True, error=error)
 
 
+class Auxiliary(Net):
+    """Net with a second head, until that is removed."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return super().forward(x) + (0.0 if self.second is None else self.second(x))
+
+
+def removes(wrap, rank):
+    model = wrap(net(Auxiliary), find_unused_parameters=True)
+    optimizer = adam(model.parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        optimizer.step()
+        if step == 1:
+            model.module.second = None
+    return full(model)
+
+
+@pytest.mark.slow(but=("zero0", "zero1-small"))
+@pytest.mark.parametrize("stage", REDUCING)
+def test_a_layer_is_removed(stage):
+    check(removes, stage)
+
+
 def frozen(module, optimizer):
     for param in extend(module).parameters():
         param.requires_grad_(False)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.conformance.stages import (
@@ -252,10 +253,22 @@ def copies(wrap, rank):
     return full(model)
 
 
+def communicates(wrap, rank):
+    """Average the ranks' states, which are the same under DDP."""
+    model = wrap(net())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    train(model, optimizer, rank, range(2))
+    for state in optimizer.state.values():
+        dist.all_reduce(state["exp_avg"])
+        state["exp_avg"] /= dist.get_world_size()
+    return full(model)
+
+
 @pytest.mark.slow(but=("zero1-small",))
 @pytest.mark.parametrize("stage", SPREAD)
 def test_what_cannot_be_is_an_error(stage):
     check(views, stage, error="view of a value of the optimizer's state.*copy_")
+    check(communicates, stage, error="allreduce_.default cannot take a value of the optimizer's")
     check(copies, stage, error="use optimizer.state_dict\\(\\), on every rank")
 
 

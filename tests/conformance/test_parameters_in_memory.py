@@ -162,6 +162,52 @@ def test_parameters_that_share_memory(stage):
         check(keeps_a_buffer_of_a_parameter, stage, error=f"{names}.*share memory")
 
 
+def ties_later(wrap, rank):
+    """By storage, between two steps."""
+    model = wrap(net(Language))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model(torch.arange(6) + rank)).backward()
+        optimizer.step()
+        if step == 1:
+            named = dict(model.named_parameters())
+            named["module.head.weight"].data = named["module.words.weight"].data
+    return full(model)
+
+
+@pytest.mark.slow(but=("zero1-small",))
+@pytest.mark.parametrize("stage", REPLICATED)
+def test_parameters_that_share_memory_later(stage):
+    error = "'words.weight' and 'head.weight' share memory.*or use zero=0"
+    check(ties_later, stage, error=None if stage == "zero0" else error)
+
+
+def reads_numbers(wrap, rank):
+    """Decide by numbers of parameters and gradients, as a log or a threshold needs them."""
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        params = list(model.parameters())
+        seen += [param.grad.square().sum().item() for param in params]
+        seen += [float(param.detach().norm()) for param in params]
+        seen += [param.grad.abs().max().item() for param in params]
+        seen.append(float(torch.isclose(params[0].grad, params[0].grad + 1e-5).all()))
+        norm = nn.utils.clip_grad_norm_(params, 10.0)
+        if norm.item() > seen[0] ** 0.5:
+            optimizer.step()
+    return {"seen": torch.tensor(seen), **full(model)}
+
+
+@pytest.mark.slow(but=("zero1-small", "fully_shard"))
+@pytest.mark.parametrize("stage", STAGES)
+def test_numbers_of_parameters_and_gradients(stage):
+    check(reads_numbers, stage)
+
+
 @pytest.mark.slow(but=("zero1-small", "zero3", "fully_shard"))
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_that_share_a_storage_or_are_one(stage):

@@ -184,6 +184,8 @@ def refuse(rank, world):
         module = net()
         module.scale = nn.Parameter(torch.tensor(1.0))
         FastDDP(module, zero=3)
+    with pytest.raises(ValueError, match="cannot shard a RecursiveScriptModule"):
+        FastDDP(torch.jit.script(nn.Linear(2, 2)), zero=3)
     with pytest.raises(ValueError, match="what zero=3 gathers"):
         FastDDP(net(), zero=Zero(2, units=["blocks.0"]))
     with pytest.raises(ValueError, match="with delay_all_reduce_named_params"):
