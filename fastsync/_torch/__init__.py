@@ -6,6 +6,7 @@ and the newest of them. What its modules list in `__all__` is imported from the 
 
 from fastsync._torch.callers import *
 from fastsync._torch.composable import *
+from fastsync._torch.dtensor_handlers import *
 from fastsync._torch.dtensors import *
 from fastsync._torch.grad_scaler import *
 from fastsync._torch.graphs import *

@@ -20,7 +20,6 @@ __all__ = [
     "DTensorSpec",
     "LocalPlace",
     "cut_like",
-    "draw_as_unsharded",
     "even_numel",
     "is_cut",
     "is_dtensor",
@@ -33,7 +32,6 @@ __all__ = [
     "make_spec",
     "mesh_groups",
     "placed_value",
-    "read_as_unsharded",
     "set_local",
     "shard_spec",
     "spec_of",
@@ -256,58 +254,6 @@ def cut_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
             mine = spec.mesh.get_local_rank(dim)
             local = parts[mine] if mine < len(parts) else local.narrow(placement.dim, 0, 0)
     return make_dtensor(local.detach().clone().contiguous(), with_dtype(spec, whole.dtype))
-
-
-# Operators whose random numbers depend on nothing but a tensor's sizes.
-_DRAWS = (
-    torch.ops.aten.bernoulli_.float,
-    torch.ops.aten.normal_.default,
-    torch.ops.aten.rand_like.default,
-    torch.ops.aten.randint_like.default,
-    torch.ops.aten.randint_like.low_dtype,
-    torch.ops.aten.randn_like.default,
-    torch.ops.aten.uniform_.default,
-)
-
-
-def draw_as_unsharded() -> None:
-    """Give DTensors on the CPU the random numbers of an unsharded tensor.
-
-    Torch draws each part from its rank's generator there: equal seeds give all parts the same
-    numbers, and parts of unequal sizes leave the generators apart. Here each rank draws numbers for
-    the whole tensor and keeps its own. On other devices DTensors make generators agree themselves.
-    """
-    handlers = cast("dict[object, object]", DTensor._op_dispatcher._custom_op_handlers)
-
-    def draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        tensor, local, spec = args[0], local_of(args[0]), spec_of(args[0])
-        if local.device.type != "cpu" or any(p.is_partial() for p in spec.placements):
-            del handlers[op]
-            try:
-                return op(*args, **kwargs)
-            finally:
-                handlers[op] = draw
-        whole = torch.empty_strided(spec.shape, spec.stride, dtype=local.dtype)
-        drawn = cut_like(op(whole, *args[1:], **kwargs), tensor)
-        if not op._schema.is_mutable:
-            return drawn
-        local.copy_(local_of(drawn))
-        return tensor
-
-    handlers.update(dict.fromkeys(_DRAWS, draw))
-
-
-def read_as_unsharded() -> None:
-    """Give `item()` of DTensors, and what calls it, the number of an unsharded tensor.
-
-    Torch reads the local tensor, which has one rank's part of a sum or of a norm.
-    """
-    handlers = cast("dict[object, object]", DTensor._op_dispatcher._custom_op_handlers)
-
-    def read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        return op(cast(DTensor, args[0]).full_tensor(), **kwargs)
-
-    handlers[torch.ops.aten._local_scalar_dense.default] = read
 
 
 def local_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

@@ -15,13 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from fastsync._torch import (
-    draw_as_unsharded,
+    act_as_unsharded,
     is_registered,
     is_replicated,
     local_of,
     make_dtensor,
     make_spec,
-    read_as_unsharded,
     register_sharded,
     shard_spec,
     share_hooks,
@@ -119,8 +118,7 @@ def fully_shard(
         for param, sharded_param in zip(own, sharded_params, strict=True):
             setattr(param, OWNER, (weakref.ref(unit), sharded_param))
     registrations()  # are counted from now on
-    draw_as_unsharded()
-    read_as_unsharded()
+    act_as_unsharded()
     state = State(modules, unit, mixed, reshard_after_forward is None, tied)  # the modules hold it
     state.ignored = tuple(ignored_params or ())
     for each in modules:

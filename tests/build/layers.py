@@ -24,7 +24,7 @@ MODULE_LAYERS = {
     "_build": [["env", "recipe"], ["extension"]],
     "_torch": [
         ["callers", "composable", "dtensors", "grad_scaler", "graphs"],
-        ["groups", "optimizers", "parallel", "tensors"],
+        ["dtensor_handlers", "groups", "optimizers", "parallel", "tensors"],
         ["__init__"],
     ],
     "config": [

@@ -321,3 +321,65 @@ def test_trains_what_follows_from_parameters(stage):
 def test_another_parameter_is_an_error(stage, script):
     """DDP goes on without it: its ranks diverge, or its forward raises."""
     check(not_under_ddp, stage, script, error="parameter '.*(weight|bias)' was")
+
+
+def last_row(tensor):
+    tensor[-1].zero_()
+
+
+def second_half(tensor):
+    tensor.chunk(2, 0)[1].mul_(0.5)
+
+
+def by_position(tensor):
+    tensor.view(-1)[1:3].fill_(0.25)
+
+
+def random_row(tensor):
+    tensor.select(0, 0).uniform_(-1.0, 1.0)
+
+
+def assigned_row(tensor):
+    tensor[0] = 0.5
+
+
+def writes_into_a_part(wrap, rank, write, what):
+    torch.manual_seed(5)
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward()
+        if step == 1:
+            for param in model.parameters():
+                write({"data": param.data, "gradient": param.grad}[what])
+        optimizer.step()
+    return full(model)
+
+
+PARTS = (last_row, second_half, by_position, random_row, assigned_row)
+
+
+@pytest.mark.slow(turns="stage")
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("write", PARTS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("what", ["data", "gradient"])
+def test_writes_into_a_part(what, write, stage):
+    """Torch makes no such view of a DTensor whose parts have unequal sizes."""
+    copied = "writes into a part of a DTensor.*that part is a copy|Cannot flatten unevenly sharded"
+    error = copied if stage in SHARDED_PARAMETERS else None
+    check(writes_into_a_part, stage, write, what, error=error)
+
+
+def columns(tensor):
+    """Parts of the local tensor, where the first dimension is sharded."""
+    if tensor.dim() > 1:
+        tensor[:, 0].zero_()
+        tensor.t()[1].mul_(2.0)
+
+
+@pytest.mark.slow(turns="stage")
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("what", ["data", "gradient"])
+def test_writes_into_columns(what, stage):
+    check(writes_into_a_part, stage, columns, what)

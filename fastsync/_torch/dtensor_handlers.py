@@ -1,0 +1,136 @@
+"""Operators that DTensors shall make as an unsharded tensor would, or not at all.
+
+Torch's own way is another one without a word: each rank draws numbers for its part, `item()` reads
+one rank's part of a sum, and what is written into `p[0]` is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fastsync._torch.dtensors import cut_like, is_dtensor, local_of, spec_of
+
+__all__ = ["act_as_unsharded"]
+
+_Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], object]
+
+_READ = torch.ops.aten._local_scalar_dense.default  # item(), float() and the like
+
+# Operators whose random numbers depend on nothing but a tensor's sizes.
+_DRAWS = (
+    torch.ops.aten.bernoulli_.float,
+    torch.ops.aten.normal_.default,
+    torch.ops.aten.rand_like.default,
+    torch.ops.aten.randint_like.default,
+    torch.ops.aten.randint_like.low_dtype,
+    torch.ops.aten.randn_like.default,
+    torch.ops.aten.uniform_.default,
+)
+
+# Operators that change a tensor's form and no elements.
+_FORMS = frozenset(
+    f"{name}_"
+    for name in (
+        *("as_strided", "detach", "requires_grad", "resize", "resize_as", "set", "squeeze"),
+        *("swapaxes", "swapdims", "t", "transpose", "unsqueeze"),
+    )
+)
+
+
+def act_as_unsharded() -> None:
+    """Have all DTensors of this process draw, read and write as this module says."""
+    if _READ not in _registered():
+        _handle(_DRAWS, _draw)
+        _handle([_READ], _read)
+        _handle(_in_place_operators(), _write)
+
+
+def _registered() -> dict[object, _Handler]:
+    return cast("dict[object, _Handler]", DTensor._op_dispatcher._custom_op_handlers)
+
+
+def _handle(ops: Iterable[Any], handler: _Handler) -> None:
+    """Have `handler` make operators of DTensors for which there is none yet.
+
+    Where it returns NotImplemented, torch makes them.
+    """
+    registered = _registered()
+
+    def handled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        result = handler(op, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        registered.pop(op, None)  # another thread may have done so
+        try:
+            return op(*args, **kwargs)
+        finally:
+            registered[op] = handled
+
+    for op in ops:
+        registered.setdefault(op, handled)
+
+
+def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Draw numbers for the whole tensor, and keep this rank's.
+
+    On CPUs each rank would draw from its own generator: equal seeds give all parts the same
+    numbers, and parts of unequal sizes leave the generators apart. On other devices DTensors make
+    generators agree themselves.
+    """
+    tensor, local, spec = args[0], local_of(args[0]), spec_of(args[0])
+    if op._schema.is_mutable:
+        _check_write(op, tensor)
+    if local.device.type != "cpu" or any(p.is_partial() for p in spec.placements):
+        return NotImplemented
+    whole = torch.empty_strided(spec.shape, spec.stride, dtype=local.dtype)
+    drawn = cut_like(op(whole, *args[1:], **kwargs), tensor)
+    if not op._schema.is_mutable:
+        return drawn
+    local.copy_(local_of(drawn))
+    return tensor
+
+
+def _read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Read the number that all ranks' parts make up. Collective."""
+    return op(cast(DTensor, args[0]).full_tensor(), **kwargs)
+
+
+def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    _check_write(op, args[0])
+    return NotImplemented
+
+
+def _check_write(op: Any, target: torch.Tensor) -> None:
+    """Check that what is written to is a part of the local tensor, if it is a view.
+
+    A view along a dimension that is sharded is collected from all ranks.
+
+    Raises:
+        RuntimeError: it is such a copy.
+    """
+    base = target._base
+    if base is None or not (is_dtensor(base) and is_dtensor(target)):
+        return
+    addresses = {local_of(each).untyped_storage()._cdata for each in (base, target)}
+    if len(addresses) > 1:
+        raise RuntimeError(
+            f"{op} writes into a part of a DTensor, such as p[0] or p.view(-1), of which other "
+            "ranks have some: that part is a copy, and the DTensor would keep its values. Write "
+            "into all of it, as with p.mul_(mask) or p.copy_(values), where mask and values are "
+            "DTensors or come from torch.distributed.tensor.distribute_tensor(); or use zero=2"
+        )
+
+
+def _in_place_operators() -> Iterator[Any]:
+    """Yield torch's operators that write to elements of their first argument."""
+    for schema in torch._C._jit_get_all_schemas():
+        space, _, name = schema.name.partition("::")
+        if space != "aten" or not name.endswith("_") or name.startswith("_") or name in _FORMS:
+            continue
+        first = schema.arguments[0].alias_info if schema.arguments else None
+        if first is not None and first.is_write:
+            yield getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
