@@ -8,6 +8,7 @@ same on every rank too. One unit is gathered ahead, and those that a script name
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from fastsync._torch import local_of
+from fastsync._torch import caller_level, local_of
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.fsdp.connections import NO_MARK, Connections, fits, links_in, travels
 from fastsync.fsdp.dtype_shard import finalize_gradients, release_gradients
@@ -60,6 +61,18 @@ def _nothing() -> None:
 def _trains(unit: Unit) -> bool:
     """Return whether a backward would reduce gradients of `unit`."""
     return unit.switches.reduce and any(m.sharded.requires_grad for m in unit.params)
+
+
+def _warn_without_gradients(units: Sequence[Unit]) -> None:
+    """Warn if an optimizer of these is about to do nothing, after a forward without a backward."""
+    grads = (param.sharded.grad for unit in units for param in unit.params)
+    if any(unit.places for unit in units) and all(grad is None for grad in grads):
+        warnings.warn(
+            "an optimizer steps, none of whose parameters has a gradient, though a forward has "
+            "computed with them. backward(inputs=model.parameters()) computes nothing where these "
+            "are shards: leave out inputs=",
+            stacklevel=caller_level(),
+        )
 
 
 class Context(StepWatcher, Generic[S]):
@@ -245,9 +258,11 @@ class Context(StepWatcher, Generic[S]):
     def replace_step(self, optimizer: Optimizer, args: Arguments) -> Arguments | None:
         """Let the optimizer step on the local shards."""
         self.trim()  # of the backward's last messages too, which the others have read by now
+        stepped = self._stepped_by(optimizer)
         if self.ending is None:  # no backward has failed
-            for unit in self._stepped_by(optimizer):
+            for unit in stepped:
                 unit.take_set_gradients()
+        _warn_without_gradients(stepped)
         params = [param for unit in self.units() for param in unit.params]
         self._loaded.shard(optimizer, params)
         if self.states[0].is_root is None:

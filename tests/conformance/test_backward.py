@@ -5,6 +5,7 @@ Accelerate and Lightning speak to DistributedDataParallel's reducer between forw
 """
 
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -14,7 +15,16 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fastsync import FastDDP
 from fastsync.config.arguments import grouped
-from tests.conformance.stages import batch, check, full, loss_of, net
+from tests.conformance.stages import (
+    SHARDED_PARAMETERS,
+    STAGES,
+    batch,
+    check,
+    full,
+    loss_of,
+    net,
+    trained,
+)
 from tests.helpers.teams import run_ranks
 
 # Stages whose wrapper has a reducer that reduces gradients.
@@ -389,3 +399,33 @@ def test_another_number_of_backwards_is_named_without_shared_memory(extra, stage
     for text in run_ranks(one_differs, 2, {"zero": stage, "shared_memory": False}, extra):
         assert wanted in text, text
         assert "as many backwards" in text
+
+
+def to_parameters_alone(wrap, rank):
+    """As scripts of GANs do, so that the loss reaches no other module."""
+    model = wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model(batch(rank, step))).backward(inputs=list(model.parameters()))
+        optimizer.step()
+    return full(model)
+
+
+@pytest.mark.slow(but=("zero1-small", "fully_shard"))
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_to_parameters_alone(stage):
+    """Shards are not what a loss was computed from."""
+    if stage in SHARDED_PARAMETERS:
+        assert all(run_ranks(warned_of_no_gradients, 2, stage))
+    else:
+        check(to_parameters_alone, stage)
+
+
+def warned_of_no_gradients(rank, world, stage):
+    with pytest.warns(UserWarning, match="none of whose parameters has a gradient.*leave out"):
+        to_parameters_alone(STAGES[stage], rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(STAGES[stage], rank)
+    return True
