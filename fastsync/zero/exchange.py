@@ -127,3 +127,9 @@ class SpreadTensor(WrapperTensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.whole().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.whole().tolist()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.whole().__dlpack__(**options)

@@ -538,9 +538,6 @@ class StateSlice(SpreadTensor):
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.whole()
 
-    def tolist(self) -> Any:
-        return self.whole().tolist()
-
     def data_ptr(self) -> int:
         raise RuntimeError(
             "a value of the optimizer's state that is spread over the ranks has no address; take "

@@ -64,6 +64,14 @@ def by_numpy(param, grad):
     param.grad = torch.from_numpy(grad.numpy().copy()).clamp(max=0.01)
 
 
+def by_list(param, grad):
+    param.grad = torch.tensor(grad.tolist()).view_as(param).clamp(max=0.01)
+
+
+def by_dlpack(param, grad):
+    param.grad = torch.from_dlpack(grad).clone().clamp(max=0.01)
+
+
 BETWEEN = {
     "nothing": lambda *_: None,
     "clip": clip,
@@ -77,6 +85,8 @@ BETWEEN = {
     "without numbers that are none": each_gradient(lambda p, g: g.nan_to_num_()),
     "own norm": own_norm,
     "numpy": each_gradient(by_numpy),
+    "list": each_gradient(by_list),
+    "dlpack": each_gradient(by_dlpack),
     "copy": each_gradient(lambda p, g: setattr(p, "grad", copy.deepcopy(g) * 2)),
     "some to none": each_gradient(lambda p, g: setattr(p, "grad", g if p.dim() > 1 else None)),
     "centred": each_gradient(lambda p, g: g.sub_(g.mean()) if g.dim() > 1 else None),
