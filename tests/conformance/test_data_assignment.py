@@ -237,7 +237,7 @@ def train_with_writes(wrap, rank, kind):
 
 @pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero1-small", "zero2"])
-@pytest.mark.parametrize("kind", ["in place", "in data", "assigned", "max_norm"])
+@pytest.mark.parametrize("kind", ["in place", "assigned", "in data", "max_norm"])
 def test_writes_within_a_forward(stage, kind):
     check(train_with_writes, stage, kind)
 
@@ -254,7 +254,7 @@ OUTCOMES = {
 
 @pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", [*SHARDED_PARAMETERS, *LAYOUTS])
-@pytest.mark.parametrize("kind", ["in place", "in data", "assigned", "max_norm"])
+@pytest.mark.parametrize("kind", ["in place", "assigned", "in data", "max_norm"])
 def test_writes_to_gathered_parameters_are_an_error(stage, kind):
     check(train_with_writes, stage, kind, error=OUTCOMES.get((kind, stage), WRITTEN_TO))
 

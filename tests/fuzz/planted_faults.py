@@ -393,6 +393,13 @@ FAULTS = [
     ),
     # --- fastsync/reducer
     Fault(
+        "removed-layer-taken-for-replaced",
+        "fastsync/reducer/unused_parameters.py",
+        "if all(id(tensor) in wrapped for tensor in now.values()):",
+        "if False:",
+        "tests/conformance/test_layers_that_change.py::test_a_layer_is_removed[zero0]",
+    ),
+    Fault(
         "buckets-in-reverse-order",
         "fastsync/reducer/buckets.py",
         "key=lambda group: group.latest)",
@@ -656,6 +663,21 @@ FAULTS = [
         "tests/zero/test_shard_layout.py::test_a_share_has_two_holders_where_ranks_may_die",
     ),
     # --- fastsync/zero
+    Fault(
+        "gradients-beside-those-that-are-spread-not-scaled",
+        "fastsync/zero/gradient_proxies.py",
+        "        return grad\n    return grad.share.piece",
+        "        return grad.clone()\n    return grad.share.piece",
+        f"{GROUPS}::test_all_gradients_are_scaled_where_some_ranks_have_fewer[1]",
+    ),
+    Fault(
+        "parameters-tied-later",
+        "fastsync/zero/sharded_optimizer.py",
+        'check_untied(((p.name, local) for local, p in self._pairs()), "or use zero=0")',
+        "pass",
+        "tests/conformance/test_parameters_in_memory.py"
+        "::test_parameters_that_share_memory_later[zero1-small]",
+    ),
     Fault(
         "steps-on-gradients-nobody-averaged",
         "fastsync/zero/unaveraged.py",
@@ -998,6 +1020,30 @@ FAULTS = [
         "begin = min(self.shape.count(0, world) * (world - 1 - rank), self.shape.sizes[dim])",
         "tests/conformance/test_checkpoints.py"
         "::test_goes_on_from_an_unsharded_state[rmsprop-zero3]",
+    ),
+    Fault(
+        "data-of-the-unsharded-not-compared",
+        "fastsync/fsdp/sharded_param.py",
+        "return not torch.equal(before, now)",
+        "return False",
+        "tests/conformance/test_data_assignment.py"
+        "::test_writes_to_gathered_parameters_are_an_error[in data-one unit]",
+    ),
+    Fault(
+        "number-of-one-ranks-part",
+        "fastsync/_torch/dtensor_handlers.py",
+        "op(cast(DTensor, args[0]).full_tensor(), **kwargs)",
+        "op(local_of(args[0]).sum(), **kwargs)",
+        "tests/conformance/test_parameters_in_memory.py"
+        "::test_numbers_of_parameters_and_gradients[fully_shard]",
+    ),
+    Fault(
+        "lost-write-unnoticed",
+        "fastsync/_torch/dtensor_handlers.py",
+        "if len(addresses) > 1:",
+        "if len(addresses) > 2:",
+        "tests/conformance/test_data_assignment.py"
+        "::test_writes_into_a_part[gradient-random_row-zero3]",
     ),
     # --- fastsync/faults
     Fault(
