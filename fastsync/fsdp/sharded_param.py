@@ -62,11 +62,12 @@ class Home:
 class _Unsharded(nn.Parameter):
     """Unsharded parameter that notes when a script takes `.data`: no version counts its writes."""
 
+    is_noting = False
     taken: torch.Tensor | None = None  # a copy from then
 
     @property
     def data(self) -> torch.Tensor:
-        if self.taken is None and self.untyped_storage().size():
+        if self.is_noting and self.taken is None:
             self.taken = self.detach().clone()
         return data_of(self)
 
@@ -74,9 +75,13 @@ class _Unsharded(nn.Parameter):
     def data(self, values: torch.Tensor) -> None:
         set_data(self, values)
 
+    def note(self) -> None:
+        """Begin to note."""
+        self.is_noting, self.taken = True, None
+
     def is_written(self) -> bool:
-        """Return whether values have changed since the last call, where `.data` was taken."""
-        taken, self.taken = self.taken, None
+        """Return whether values have changed since `.data` was taken, and note no more."""
+        taken, self.taken, self.is_noting = self.taken, None, False
         if taken is None:
             return False
         before, now = (each.reshape(-1).view(torch.uint8) for each in (taken, self.detach()))
@@ -216,7 +221,7 @@ class ShardedParam:
         """Note that the whole has the values of the shares."""
         self._gathered = self._seen()
         if isinstance(self.unsharded, _Unsharded):
-            self.unsharded.taken = None
+            self.unsharded.note()
 
     def check_whole(self) -> None:
         """
