@@ -64,6 +64,7 @@ from fastsync.faults.survivors import Decision, Patience, RankState, Survivors
 from fastsync.faults.sync_fault import SyncFault
 from fastsync.reducer.engine import Engine
 from fastsync.reducer.monitor import watch_of, watched_call
+from fastsync.reducer.weak_calls import weakly
 from fastsync.sync.rounds import Rounds
 from fastsync.zero.neighbour_copies import Neighbours
 from fastsync.zero.sharded_optimizer import ShardedOptimizers
@@ -575,6 +576,11 @@ def _unfit_nccl(engine: Engine) -> dict[str, bool]:
     }
 
 
+def _alone(task: Callable[[], None]) -> None:
+    """Run a task of a wrapper that is gone, which no death is to interrupt."""
+    task()
+
+
 def make_elastic(model: Front, engine: Engine, policy: ElasticPolicy) -> Elastic | None:
     """Make a complete model elastic; refuse what cannot be survived. None if it is alone.
 
@@ -600,8 +606,8 @@ def make_elastic(model: Front, engine: Engine, policy: ElasticPolicy) -> Elastic
         engine.on_step = _refuse
     me = weakref.proxy(elastic)  # the reducer must not keep its engine alive
     if sharded is not None:
-        sharded.delivery.share_late = lambda: me.share_late()
-        sharded.delivery.until_all = lambda task: me.until_all(task)
+        sharded.delivery.share_late = weakly(elastic.share_late)
+        sharded.delivery.until_all = weakly(elastic.until_all, _alone)
     if rounds is not None:
         rounds.together = lambda *task: me.average(*task)
     engine.core.survive(
@@ -609,5 +615,5 @@ def make_elastic(model: Front, engine: Engine, policy: ElasticPolicy) -> Elastic
         lambda: me.rebuild(),
         elastic.timeout.total_seconds(),
     )
-    engine.during = lambda task: me.during(task)
+    engine.during = weakly(elastic.during, _alone)
     return elastic

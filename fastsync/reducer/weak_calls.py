@@ -10,15 +10,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def weakly(method: Callable[P, T]) -> Callable[P, T]:
+def weakly(method: Callable[P, T], afterwards: Callable[P, T] | None = None) -> Callable[P, T]:
     """Return a function that calls a bound method as long as its object lives.
 
-    Afterwards it does nothing, and returns None.
+    Args:
+        afterwards: what it calls then; None: nothing, and it returns None.
     """
     known = WeakMethod(method)
 
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        alive = known()
-        return cast(T, None if alive is None else alive(*args, **kwargs))
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        call = known() or afterwards
+        return cast(T, None if call is None else call(*args, **kwargs))
 
-    return call
+    return called

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from fastsync import FastDDP
-from tests.conformance.stages import Net, batch, check, full, loss_of, net
+from tests.conformance.stages import Net, batch, check, full, loss_of, net, train
 from tests.helpers.teams import run_ranks
 
 REDUCING = ("zero0", "zero1", "zero1-small", "zero2")
@@ -197,6 +197,27 @@ def removes(wrap, rank):
 @pytest.mark.parametrize("stage", REDUCING)
 def test_a_layer_is_removed(stage):
     check(removes, stage)
+
+
+def unfreezes_and_wraps_anew(wrap, rank, options):
+    """The optimizer goes on with more parameters, whose wrapper is another one."""
+    module = net()
+    module.first.requires_grad_(False)
+    model = wrap(module, **options)
+    optimizer = adam([param for param in model.parameters() if param.requires_grad])
+    train(model, optimizer, rank, range(2))
+    module.first.requires_grad_(True)
+    model = wrap(module, **options)
+    optimizer.add_param_group({"params": list(module.first.parameters())})
+    train(model, optimizer, rank, range(2, 4))
+    return full(model)
+
+
+@pytest.mark.slow(turns="stage")
+@pytest.mark.parametrize("stage", REDUCING)
+@pytest.mark.parametrize("options", [{}, {"elastic": True}], ids=str)
+def test_a_frozen_layer_is_trained_by_a_new_wrapper(options, stage):
+    check(unfreezes_and_wraps_anew, stage, options)
 
 
 def frozen(module, optimizer):
