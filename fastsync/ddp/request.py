@@ -90,10 +90,10 @@ class Request:
                 on_gpus=self._on_gpus(),
                 dtensors=self._has_dtensors(),
             )
+            self._check_fully_sharded()  # whose parameters are DTensors, which may not combine
             compatibility.check(setup)
             wire_settings = self._wire_settings(settled.wire)
             self._check_dtypes(settled)
-            self._check_fully_sharded()
             self._check_parts(settled)
             self._check_sync(settled)
             self._check_group(settled.wire, recorded)
@@ -354,9 +354,10 @@ class Request:
         for param in self._params():
             if id(param.tensor) in sharded:
                 raise ValueError(
-                    f"parameter {param.name!r} is a shard of fully_shard, whose gradients FastDDP "
-                    "does not see; pass fully_shard a mesh of two dimensions to average over its "
-                    "first, and leave FastDDP out"
+                    f"parameter {param.name!r} is a shard of FastDDP(zero=3) or fully_shard "
+                    "already, and another FastDDP does not see its gradients: keep the wrapper "
+                    "that there is. To average over replicas as well, pass fully_shard a mesh of "
+                    "two dimensions, and leave FastDDP out"
                 )
 
     def _check_parts(self, policy: SyncPolicy) -> None:

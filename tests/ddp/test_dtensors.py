@@ -320,7 +320,7 @@ def around_shards(rank, world, shard):
 @pytest.mark.parametrize("shard", [fully_shard, fsdp.fully_shard], ids=["ours", "torch"])
 def test_shards_of_fully_shard_are_refused(shard):
     for text in run_ranks(around_shards, 4, shard):
-        assert "'up.weight' is a shard of fully_shard, whose gradients FastDDP does not" in text
+        assert "'up.weight' is a shard of FastDDP(zero=3) or fully_shard already" in text
 
 
 def replicate_one_row(rank, world):

@@ -194,6 +194,8 @@ def refuse(rank, world):
         options = {"param_to_hook_all_reduce": module.blocks[1].gain}
         FastDDP(module, delay_all_reduce_named_params=delayed, **grouped({"zero": 3, **options}))
     model = FastDDP(net(), zero=3)
+    with pytest.raises(ValueError, match=r"is a shard of FastDDP\(zero=3\).*keep the wrapper"):
+        FastDDP(model.module, zero=3)
     for call in (
         lambda: model.register_comm_hook(None, lambda state, bucket: None),
         lambda: model.set_wire("bf16"),
