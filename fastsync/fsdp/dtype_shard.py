@@ -92,6 +92,7 @@ class DtypeShard:
         self._reducing: _Reducing | None = None
         self._kept: PostForwardShard | None = None
         self.links: Links | None = None
+        self._tag = 0
         self.name: core.UnitName | None = None
         self._core: core.Unit | None = None
         self._gathered_bytes = 0  # once they are known
@@ -303,6 +304,15 @@ class DtypeShard:
         """Return whether it has been gathered."""
         return self._core is not None
 
+    def connect(self, links: Links) -> None:
+        """Take the links to gather by, unless there are some.
+
+        The tag is taken now, in the same order on every rank: at the first gather ranks that run
+        different units would agree on one, and mistake one's parameters for another's.
+        """
+        if self.links is None:
+            self.links, self._tag = links, links.next_tag()
+
     def call(self, name: core.UnitName) -> None:
         """Set the name in errors and timelines."""
         self.name = name
@@ -316,8 +326,7 @@ class DtypeShard:
         offsets = unsharded_offsets(shapes)
         params = [(s.sizes, s.dim, o) for s, o in zip(shapes, offsets, strict=True)]
         dtypes = (self.dtype, self.compute, self.reduce)
-        device, tag = self.place.device, self.links.next_tag()
-        made = core.Unit(self.links.core, params, dtypes, str(device), tag)
+        made = core.Unit(self.links.core, params, dtypes, str(self.place.device), self._tag)
         if self.name is not None:
             made.set_name(self.name)
         return made

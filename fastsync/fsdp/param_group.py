@@ -149,7 +149,7 @@ class Unit:
 
     def connect(self, links: Links) -> None:
         for dtype_shard in self.dtype_shards:
-            dtype_shard.links = dtype_shard.links or links
+            dtype_shard.connect(links)
 
     def sync_params(self) -> None:
         """Register parameters that a script has exchanged, or given an extension."""
