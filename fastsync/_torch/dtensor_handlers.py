@@ -7,18 +7,22 @@ one rank's part of a sum, and what is written into `p[0]` is lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from fastsync._torch.dtensors import cut_like, is_dtensor, local_of, spec_of
 
 __all__ = ["act_as_unsharded"]
 
-_Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], object]
+_Args: TypeAlias = tuple[Any, ...]
+_Kwargs: TypeAlias = dict[str, Any]
+_ByTorch: TypeAlias = Callable[[], object]
+_Handler: TypeAlias = Callable[[_ByTorch, Any, _Args, _Kwargs], object]
 
 _READ = torch.ops.aten._local_scalar_dense.default  # item(), float() and the like
+_NORM = torch.ops.aten.linalg_vector_norm.default
 
 # Operators whose random numbers depend on nothing but a tensor's sizes.
 _DRAWS = (
@@ -46,35 +50,36 @@ def act_as_unsharded() -> None:
     if _READ not in _registered():
         _handle(_DRAWS, _draw)
         _handle([_READ], _read)
+        _handle([_NORM], _norm)
         _handle(_in_place_operators(), _write)
 
 
-def _registered() -> dict[object, _Handler]:
-    return cast("dict[object, _Handler]", DTensor._op_dispatcher._custom_op_handlers)
+def _registered() -> dict[object, Callable[[Any, _Args, _Kwargs], object]]:
+    return cast(Any, DTensor._op_dispatcher._custom_op_handlers)  # type: ignore[no-any-return]
 
 
 def _handle(ops: Iterable[Any], handler: _Handler) -> None:
     """Have `handler` make operators of DTensors for which there is none yet.
 
-    Where it returns NotImplemented, torch makes them.
+    It is called with a function that lets torch make the operator, and with what that is given.
     """
     registered = _registered()
 
-    def handled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        result = handler(op, args, kwargs)
-        if result is not NotImplemented:
-            return result
-        registered.pop(op, None)  # another thread may have done so
-        try:
-            return op(*args, **kwargs)
-        finally:
-            registered[op] = handled
+    def handled(op: Any, args: _Args, kwargs: _Kwargs) -> object:
+        def by_torch() -> object:
+            registered.pop(op, None)  # another thread may have done so
+            try:
+                return op(*args, **kwargs)
+            finally:
+                registered[op] = handled
+
+        return handler(by_torch, op, args, kwargs)
 
     for op in ops:
         registered.setdefault(op, handled)
 
 
-def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _draw(by_torch: _ByTorch, op: Any, args: _Args, kwargs: _Kwargs) -> object:
     """Draw numbers for the whole tensor, and keep this rank's.
 
     On CPUs each rank would draw from its own generator: equal seeds give all parts the same
@@ -85,7 +90,7 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     if op._schema.is_mutable:
         _check_write(op, tensor)
     if local.device.type != "cpu" or any(p.is_partial() for p in spec.placements):
-        return NotImplemented
+        return by_torch()
     whole = torch.empty_strided(spec.shape, spec.stride, dtype=local.dtype)
     drawn = cut_like(op(whole, *args[1:], **kwargs), tensor)
     if not op._schema.is_mutable:
@@ -94,14 +99,22 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     return tensor
 
 
-def _read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Read the number that all ranks' parts make up. Collective."""
+def _read(by_torch: _ByTorch, op: Any, args: _Args, kwargs: _Kwargs) -> object:
+    """Read the number that all ranks' parts make up. Collective, unless this rank has all."""
     return op(cast(DTensor, args[0]).full_tensor(), **kwargs)
 
 
-def _write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _norm(by_torch: _ByTorch, op: Any, args: _Args, kwargs: _Kwargs) -> object:
+    """Give all ranks the norm of norms, as of all gradients, so that each may read it alone."""
+    norm = cast(DTensor, by_torch())
+    if any(placement.is_partial() for placement in args[0].placements):
+        return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)
+    return norm
+
+
+def _write(by_torch: _ByTorch, op: Any, args: _Args, kwargs: _Kwargs) -> object:
     _check_write(op, args[0])
-    return NotImplemented
+    return by_torch()
 
 
 def _check_write(op: Any, target: torch.Tensor) -> None:

@@ -199,6 +199,8 @@ def reads_numbers(wrap, rank):
         norm = nn.utils.clip_grad_norm_(params, 10.0)
         if norm.item() > seen[0] ** 0.5:
             optimizer.step()
+        if rank == 0:  # which may log it alone
+            seen += [norm.item(), torch.stack([norm, norm]).norm().item()]
     return {"seen": torch.tensor(seen), **full(model)}
 
 
