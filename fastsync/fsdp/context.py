@@ -371,8 +371,10 @@ class Context(StepWatcher, Generic[S]):
         Raises:
             RuntimeError: a unit's own settings keep the mean from it.
         """
-        self._backwards, self._scale = self._backwards + 1, None
+        self._scale = None
         switches = [unit.switches for unit in self.units() if unit.trains]
+        if switches:
+            self._backwards += 1
         sends = any(each.reduce for each in switches)
         if self.weights is not None and not switches:
             self.weights.drop()

@@ -132,6 +132,9 @@ def test_units_with_settings_of_their_own_are_an_error():
 def frozen(rank, world, most):
     """Train with weights, freeze all but what `most` names, and go on."""
     model, found = sharded("plain"), []
+    for param in model.parameters():  # of inputs alone, without a weight
+        param.requires_grad_(False)
+    model(samples(rank, 9, 0, 2)[0].requires_grad_()).sum().backward()
     for step in range(3):
         for name, param in model.named_parameters():
             param.requires_grad_(step != 1 or name in most)
