@@ -13,11 +13,13 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from fastsync._torch.dtensors import cut_like, is_dtensor, local_of, spec_of
+from fastsync._torch.tensors import storage_address
 
 __all__ = ["act_as_unsharded"]
 
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]
+_Registered: TypeAlias = Callable[[Any, _Args, _Kwargs], object]
 _ByTorch: TypeAlias = Callable[[], object]
 _Handler: TypeAlias = Callable[[_ByTorch, Any, _Args, _Kwargs], object]
 
@@ -54,8 +56,9 @@ def act_as_unsharded() -> None:
         _handle(_in_place_operators(), _write)
 
 
-def _registered() -> dict[object, Callable[[Any, _Args, _Kwargs], object]]:
-    return cast(Any, DTensor._op_dispatcher._custom_op_handlers)  # type: ignore[no-any-return]
+def _registered() -> dict[object, _Registered]:
+    """Return torch's own table of such operators, by operator."""
+    return cast("dict[object, _Registered]", DTensor._op_dispatcher._custom_op_handlers)
 
 
 def _handle(ops: Iterable[Any], handler: _Handler) -> None:
@@ -128,7 +131,7 @@ def _check_write(op: Any, target: torch.Tensor) -> None:
     base = target._base
     if base is None or not (is_dtensor(base) and is_dtensor(target)):
         return
-    addresses = {local_of(each).untyped_storage()._cdata for each in (base, target)}
+    addresses = {storage_address(local_of(each)) for each in (base, target)}
     if len(addresses) > 1:
         raise RuntimeError(
             f"{op} writes into a part of a DTensor, such as p[0] or p.view(-1), of which other "

@@ -576,11 +576,6 @@ def _unfit_nccl(engine: Engine) -> dict[str, bool]:
     }
 
 
-def _alone(task: Callable[[], None]) -> None:
-    """Run a task of a wrapper that is gone, which no death is to interrupt."""
-    task()
-
-
 def make_elastic(model: Front, engine: Engine, policy: ElasticPolicy) -> Elastic | None:
     """Make a complete model elastic; refuse what cannot be survived. None if it is alone.
 
@@ -607,7 +602,8 @@ def make_elastic(model: Front, engine: Engine, policy: ElasticPolicy) -> Elastic
     me = weakref.proxy(elastic)  # the reducer must not keep its engine alive
     if sharded is not None:
         sharded.delivery.share_late = weakly(elastic.share_late)
-        sharded.delivery.until_all = weakly(elastic.until_all, _alone)
+        # Once the wrapper is gone, tasks run as without `elastic`.
+        sharded.delivery.until_all = weakly(elastic.until_all, sharded.delivery.until_all)
     if rounds is not None:
         rounds.together = lambda *task: me.average(*task)
     engine.core.survive(
@@ -615,5 +611,5 @@ def make_elastic(model: Front, engine: Engine, policy: ElasticPolicy) -> Elastic
         lambda: me.rebuild(),
         elastic.timeout.total_seconds(),
     )
-    engine.during = weakly(elastic.during, _alone)
+    engine.during = weakly(elastic.during, engine.during)
     return elastic

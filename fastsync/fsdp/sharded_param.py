@@ -157,8 +157,8 @@ class ShardedParam:
         """Make a parameter of what is in `memory`, to compute with."""
         if self.inner is not None:
             memory = make_dtensor(memory, with_dtype(self.inner, memory.dtype))
-        plain = _Unsharded if self.inner is None else nn.Parameter
-        self.unsharded = plain(memory, requires_grad=self.sharded.requires_grad)
+        # A DTensor stays one, whatever class of parameters is made of it.
+        self.unsharded = _Unsharded(memory, requires_grad=self.sharded.requires_grad)
         self.watched = self._relay = None
 
     @property

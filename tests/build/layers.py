@@ -24,7 +24,8 @@ MODULE_LAYERS = {
     "_build": [["env", "recipe"], ["extension"]],
     "_torch": [
         ["callers", "composable", "dtensors", "grad_scaler", "graphs"],
-        ["dtensor_handlers", "groups", "optimizers", "parallel", "tensors"],
+        ["groups", "optimizers", "parallel", "tensors"],
+        ["dtensor_handlers"],
         ["__init__"],
     ],
     "config": [

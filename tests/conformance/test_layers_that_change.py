@@ -184,12 +184,9 @@ class Auxiliary(Net):
 def removes(wrap, rank):
     model = wrap(net(Auxiliary), find_unused_parameters=True)
     optimizer = adam(model.parameters())
-    for step in range(4):
-        optimizer.zero_grad()
-        loss_of(model(batch(rank, step))).backward()
-        optimizer.step()
-        if step == 1:
-            model.module.second = None
+    train(model, optimizer, rank, range(2))
+    model.module.second = None
+    train(model, optimizer, rank, range(2, 4))
     return full(model)
 
 
