@@ -609,11 +609,11 @@ std::optional<Fault> FaultWatch::find_lone_gather(const ExpectedCollective& expe
     fault.ranks = {rank};
     fault.reason = "gathers a whole tensor alone";
     fault.text = concat("fastsync: rank ", rank,
-                        " gathers a whole tensor by full_tensor(), which "
+                        " gathers a whole tensor (full_tensor(), item() or float()), which "
                         "needs every rank, and rank ",
                         rank_, " is not there: it has waited ", rounded(waited), " in ",
-                        expected.label, ". Either have every rank call full_tensor(), or ",
-                        kWholeCopy, ".\nRank ", rank, ":\n", event.text);
+                        expected.label, ". Either have every rank make that call, or ", kWholeCopy,
+                        ".\nRank ", rank, ":\n", event.text);
     fault.seconds = waited;
     fault.parts = true;
     return fault;

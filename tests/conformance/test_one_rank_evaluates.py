@@ -40,8 +40,8 @@ def apart(rank, world, stage, who, deed):
             deed(model)
         train(model, optimizer, rank, range(3 if deed is forward and rank == who else 2, 5))
     except Exception as error:
-        if deed is full and rank != who:
-            full(model)  # only now, so that the other one comes back
+        if deed in (full, read) and rank != who:
+            deed(model)  # only now, so that the other one comes back
         kept = {n: torch.equal(before[n], p.to_local()) for n, p in model.named_parameters()}
         return f"{type(error).__name__}: {error}", all(kept.values())
     return "", False
@@ -63,11 +63,16 @@ def test_one_rank_that_evaluates_is_an_error_on_every_rank(who, world, stage):
         assert unchanged
 
 
+def read(model):
+    return sum(float(param.detach().sum()) for param in model.parameters())
+
+
 @pytest.mark.slow(turns="stage")
 @pytest.mark.parametrize("stage", SHARDED_PARAMETERS)
-def test_one_rank_that_gathers_a_tensor_is_an_error_on_every_rank(stage):
-    for raised, _ in run_ranks(apart, 2, stage, 1, full, timeout=40.0):
-        assert "rank 1 gathers a whole tensor by full_tensor()" in raised, raised
+@pytest.mark.parametrize("deed", [full, read])
+def test_one_rank_that_gathers_a_tensor_is_an_error_on_every_rank(deed, stage):
+    for raised, _ in run_ranks(apart, 2, stage, 1, deed, timeout=40.0):
+        assert "rank 1 gathers a whole tensor (full_tensor(), item() or float())" in raised, raised
         assert "full_state_dict=True" in raised
 
 
