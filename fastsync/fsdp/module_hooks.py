@@ -120,6 +120,9 @@ class State:
         self._registrations: int | None = None  # when the layers were looked at
         self._missing: set[nn.Module] = set()  # of the group, in the forward that runs
         self._first_node = 0  # that autograd makes in that forward
+        # That forward computes again, within a backward. It may have no end: a checkpoint stops
+        # once it has all tensors that it needs.
+        self._again = False
         for module in modules:
             module.__dict__[_ATTRIBUTE] = self
             self._hook(module)
@@ -265,6 +268,7 @@ class State:
         failed = self.context.root_forward is self and not self._goes_on(module)
         first = self.moment is not Moment.FORWARD or failed
         if first:
+            self._again = backward_is_running()
             self._begin_root_forward()
             self._refresh()
         self.moment = Moment.FORWARD
@@ -275,7 +279,7 @@ class State:
         with outside_transforms():
             self.context.gather(self.uses, self._prefetch_forward)
         for unit in self.uses:
-            unit.running += 1
+            unit.running += not self._again
         self._first_node = next_creation_number()
         if torch.is_grad_enabled() and self.uses:
             args, kwargs = self._mark_end(args, kwargs)
@@ -298,7 +302,7 @@ class State:
 
     def _begin_root_forward(self) -> None:
         self.become_root()
-        if self.context.root_forward is self:  # its last forward failed half-way
+        if self.context.root_forward is self and not self._again:  # its last one failed half-way
             self._recover()
         if self.context.root_forward is None:
             if self.context.ending and not backward_is_running() and not self.context.faulty:
@@ -381,7 +385,7 @@ class State:
     def _end_forward(self, output: object) -> object:
         found = output_grad_tensors(output) if torch.is_grad_enabled() else []
         for unit in self.uses:
-            unit.running -= 1
+            unit.running -= not self._again
             if not backward_is_running():
                 self._let_go(unit, bool(found))
         output = self._mark_start(output, found)
@@ -520,7 +524,7 @@ class State:
         self.context.connections.log.end_backward()
         in_forward = any(unit.running for unit in self.context.units())
         for state in self.context.states:
-            if state.moment is not Moment.FORWARD:
+            if state.moment is not Moment.FORWARD or state._again:
                 state._missing.clear()
                 state.moment = Moment.IDLE
         for state in self.context.states:

@@ -72,7 +72,7 @@ class Unit:
         modules: the modules that it was made for.
         concealed: modules have the shares registered while the unsharded parameters are kept.
         gradients: the watch for gradients that come unannounced.
-        running: forwards that have begun and not ended.
+        running: forwards that have begun and not ended, without those that compute again.
         kept_by_default: kept between forward and backward, without a request of the script.
         expected: forwards whose backward has not reached the unit's end.
         busy: the state whose backward computes with these parameters: the module's, or that of one

@@ -105,6 +105,40 @@ def test_a_tied_weight_stays_until_its_last_use(way):
         assert max(found) < 1e-6
 
 
+class Shortened(Chain):
+    """Skips the weights of its second layer, and all of the third, where the script says so."""
+
+    short = True
+
+    def forward(self, x, use=True):
+        x = super().forward(x, use, layers=[0])
+        x = super().forward(x, not self.short, layers=[1])
+        return x if self.short else super().forward(x, use, layers=[2])
+
+
+def checkpoint_that_stops(rank, world):
+    """The backward of the second layer is over when the first one is computed again.
+
+    That stops where the second layer's own checkpoint has kept its input.
+    """
+    torch.manual_seed(0)
+    inner = Chain(Layer(), way="other")
+    model = Chain(Shortened(Layer(), inner, Layer()), way="other")
+    twin = copy.deepcopy(model)
+    for module in (inner, model.layers[0], model):
+        fully_shard(module)
+    for short in (True, False):
+        for each in (model, twin):
+            each.layers[0].short = short
+            each(batch(rank)).sum().backward()
+    return distances(model, twin, world)
+
+
+def test_a_forward_after_a_checkpoint_that_stopped_within_a_unit():
+    for found in run_ranks(checkpoint_that_stops, 2):
+        assert max(found) < 1e-6
+
+
 def dictated(rank, world):
     model = tied(None)
     fully_shard(model.layers[1].layers[0], reshard_after_forward=False)
