@@ -73,7 +73,7 @@ def die_while_sharing(place, world):
     call = getattr(owner, name)
 
     def reached(self, *args):
-        if self._cut.size == world:
+        if self._partition.size == world:
             os.kill(os.getpid(), signal.SIGKILL)
         return call(self, *args)
 
