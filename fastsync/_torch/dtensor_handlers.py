@@ -1,16 +1,18 @@
 """Operators that DTensors shall make as an unsharded tensor would, or not at all.
 
 Torch's own way is another one without a word: each rank draws numbers for its part, `item()` reads
-one rank's part of a sum, and what is written into `p[0]` is lost.
+one rank's part of a sum, what is written into `p[0]` is lost, and a rank whose part is empty
+raises alone where an operator needs an element.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fastsync._torch.dtensors import cut_like, is_dtensor, local_of, spec_of
 from fastsync._torch.tensors import storage_address
@@ -25,6 +27,9 @@ _Handler: TypeAlias = Callable[[_ByTorch, Any, _Args, _Kwargs], object]
 
 _READ = torch.ops.aten._local_scalar_dense.default  # item(), float() and the like
 _NORM = torch.ops.aten.linalg_vector_norm.default
+_NORMS = torch.ops.aten._foreach_norm.Scalar
+_EXTREMES = tuple(getattr(torch.ops.aten, name).default for name in ("amax", "amin", "max", "min"))
+_FILL = torch.ops.aten.fill_.Tensor  # p[0] = 1.0, for which torch has no strategy
 
 # Operators whose random numbers depend on nothing but a tensor's sizes.
 _DRAWS = (
@@ -53,6 +58,9 @@ def act_as_unsharded() -> None:
         _handle(_DRAWS, _draw)
         _handle([_READ], _read)
         _handle([_NORM], _norm)
+        _handle([_NORMS], _norms)
+        _handle(_EXTREMES, _extreme)
+        _handle([_FILL], _fill)
         _handle(_in_place_operators(), _write)
 
 
@@ -109,15 +117,56 @@ def _read(by_torch: _ByTorch, op: Any, args: _Args, kwargs: _Kwargs) -> object:
 
 def _norm(by_torch: _ByTorch, op: Any, args: _Args, kwargs: _Kwargs) -> object:
     """Give all ranks the norm of norms, as of all gradients, so that each may read it alone."""
-    norm = cast(DTensor, by_torch())
+    extreme = math.isinf(_order(args))
+    norm = cast(DTensor, _extreme(by_torch, op, args, kwargs) if extreme else by_torch())
     if any(placement.is_partial() for placement in args[0].placements):
         return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)
     return norm
 
 
+def _norms(by_torch: _ByTorch, op: Any, args: _Args, kwargs: _Kwargs) -> object:
+    """Compute one norm after the other, where a part without elements has none."""
+    if math.isinf(_order(args)) and any(map(_is_empty_somewhere, args[0])):
+        return [torch.linalg.vector_norm(each, *args[1:], **kwargs) for each in args[0]]
+    return by_torch()
+
+
+def _order(args: _Args) -> float:
+    return float(args[1]) if len(args) > 1 else 2.0
+
+
+def _extreme(by_torch: _ByTorch, op: Any, args: _Args, kwargs: _Kwargs) -> object:
+    """Let all ranks look at all elements, where some have none. Collective."""
+    tensor = cast(DTensor, args[0])
+    if not _is_empty_somewhere(tensor):
+        return by_torch()
+    found = op(tensor.full_tensor(), *args[1:], **kwargs)
+    return DTensor.from_local(found, tensor.device_mesh, run_check=False)
+
+
+def _is_empty_somewhere(tensor: torch.Tensor) -> bool:
+    """Return whether the last rank's part, which is the smallest, has no elements."""
+    if not isinstance(tensor, DTensor) or tensor.numel() == 0:
+        return False
+    sizes = list(tensor.shape)
+    for axis, placement in enumerate(tensor.placements):
+        if not (placement.is_replicate() or placement.is_partial()):
+            dim, ranks = cast(Shard, placement).dim, tensor.device_mesh.size(axis)
+            sizes[dim] = max(0, sizes[dim] - math.ceil(sizes[dim] / ranks) * (ranks - 1))
+    return 0 in sizes
+
+
 def _write(by_torch: _ByTorch, op: Any, args: _Args, kwargs: _Kwargs) -> object:
     _check_write(op, args[0])
     return by_torch()
+
+
+def _fill(by_torch: _ByTorch, op: Any, args: _Args, kwargs: _Kwargs) -> object:
+    """Fill this rank's part with the number that all ranks have."""
+    target, number = cast("tuple[torch.Tensor, torch.Tensor]", args)
+    _check_write(op, target)
+    local_of(target).fill_(number.full_tensor() if isinstance(number, DTensor) else number)
+    return target
 
 
 def _check_write(op: Any, target: torch.Tensor) -> None:

@@ -210,6 +210,29 @@ def test_numbers_of_parameters_and_gradients(stage):
     check(reads_numbers, stage)
 
 
+def reads_extremes(wrap, rank):
+    """Read what needs an element, where a rank has none: of a bias of one number."""
+    torch.manual_seed(0)
+    model = wrap(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)))
+    loss_of(model(batch(rank, 0))).backward()
+    params, seen = list(model.parameters()), []
+    for tensor in (*params, *(param.grad for param in params)):
+        values = tensor.detach()
+        extremes = (values.max(), values.min(), values.amax(), values.amin(dim=0).sum())
+        seen += [float(each) for each in (*extremes, values.norm(float("inf")))]
+    norm = nn.utils.clip_grad_norm_(params, 0.01, norm_type=float("inf"))
+    torch.optim.SGD(params, 0.1).step()
+    if rank == 0:
+        seen.append(norm.item())
+    return {"seen": torch.tensor(seen), **full(model)}
+
+
+@pytest.mark.slow(but=("fully_shard",))
+@pytest.mark.parametrize("stage", STAGES)
+def test_extremes_of_parameters_and_gradients(stage):
+    check(reads_extremes, stage)
+
+
 @pytest.mark.slow(but=("zero1-small", "zero3", "fully_shard"))
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_that_share_a_storage_or_are_one(stage):

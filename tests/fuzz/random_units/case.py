@@ -17,6 +17,7 @@ from fastsync.fsdp.module_hooks import state_of
 from tests.fuzz.random_cases.endings import LAYERS_CHANGE, layers_change, refused
 from tests.fuzz.random_cases.tree import WIDTH, Fault
 from tests.fuzz.random_units.tree import Leaf, Uses, build, modules_of
+from tests.fuzz.random_units.whole_tensors import AS_WHOLE
 from tests.fuzz.random_units.wires import draw_wires
 
 __all__ = ["UnitCase"]
@@ -61,6 +62,7 @@ class UnitCase:
         self.seat, self.note, self.layers_change = seat, note, layers_change(seed)
         self.rng, self.mine = random.Random(seed), random.Random(1000 * seed + seat.rank + 1)
         torch.default_generator.manual_seed(seed)
+        self.apart = random.Random(f"whole tensors {seed}")  # leaves what else is drawn as it is
         self.inputs = torch.Generator().manual_seed(self.mine.randrange(1 << 40))
         self.low = self.rng.random() < 0.25
         # Units of a weighted model have no divisor of their own, and send to all replicas at once.
@@ -166,6 +168,8 @@ class UnitCase:
                 name = self.rng.choice(tuple(self.between))
                 self.note(name)
                 self.between[name](self)
+            if self.apart.random() < 0.3:
+                self.apart.choice(AS_WHOLE)(self)
             self.step()
         self.compare_weights()
         if self.layers_change:
