@@ -217,12 +217,14 @@ class Training:
             for each in (*self.optimizers, *self.schedules):
                 each.step()
         self.seen["weights"][str(step)] = digest(self.net, self.model)
+        self.note_members()
         if self.model.elastic is not None:
-            self.note_members()
             time.sleep(max(0.0, began + PAUSE - time.monotonic()))
 
     def backward(self, step, part):
-        self.model(batch(self.rank, step, part, 48)).backward()
+        loss = self.model(batch(self.rank, step, part, 48))
+        self.note_members()  # some may have joined, and one die before this step is made
+        loss.backward()
 
     def die_again(self, step):
         """Decides about it in the first step in which all are there again."""
@@ -243,6 +245,8 @@ class Training:
                     param.grad.mul_(1 / (self.job.began or self.job.world))
 
     def note_members(self):
+        if self.model.elastic is None:
+            return
         now = [self.model.elastic.since, list(self.model.elastic.ranks)]
         if now not in self.seen["members"]:
             self.seen["members"].append(now)
