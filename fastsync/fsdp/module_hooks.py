@@ -292,7 +292,7 @@ class State:
         return module in self._missing and len(self._missing) < len(self.modules)
 
     def _refresh(self) -> None:
-        if not backward_is_running():  # which computes with what forward had
+        if not self._again:  # a backward computes with what forward had
             for unit in self.uses:
                 unit.refresh()
 
@@ -305,12 +305,12 @@ class State:
         if self.context.root_forward is self and not self._again:  # its last one failed half-way
             self._recover()
         if self.context.root_forward is None:
-            if self.context.ending and not backward_is_running() and not self.context.faulty:
+            if self.context.ending and not self._again and not self.context.faulty:
                 self._forget_failed()
             if self._registrations != registrations():
                 self.check_layers()
             self.context.root_forward = self
-            self.context.begin_forward(backward_is_running(), torch.is_grad_enabled())
+            self.context.begin_forward(self._again, torch.is_grad_enabled())
 
     def check_layers(self) -> None:
         """
@@ -354,13 +354,13 @@ class State:
         for state in self.forward_next:
             if state.unit is not None:
                 self.context.prefetch_forward(state.unit)
-        if self.unit is not None and not self.forward_next and not backward_is_running():
+        if self.unit is not None and not self.forward_next and not self._again:
             self.context.enter(self.unit)
 
     def _mark_end(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Let the backward say when it is through with this forward."""
         # Checkpointing computes again in backward what has been counted, or ran without gradients.
-        counted = not backward_is_running()
+        counted = not self._again
         for unit in self.uses:
             unit.expected += counted
         inputs = grad_tensors((args, kwargs))
@@ -386,13 +386,13 @@ class State:
         found = output_grad_tensors(output) if torch.is_grad_enabled() else []
         for unit in self.uses:
             unit.running -= not self._again
-            if not backward_is_running():
+            if not self._again:
                 self._let_go(unit, bool(found))
         output = self._mark_start(output, found)
         self.moment = Moment.IDLE
         if self.context.root_forward is self:
             output = self._complete_groups(output)
-            if not backward_is_running():
+            if not self._again:
                 self.context.end_forward()
             self.context.root_forward = None
         return self._cast_output(output)
