@@ -162,9 +162,11 @@ def _write(by_torch: _ByTorch, op: Any, args: _Args, kwargs: _Kwargs) -> object:
 
 
 def _fill(by_torch: _ByTorch, op: Any, args: _Args, kwargs: _Kwargs) -> object:
-    """Fill this rank's part with the number that all ranks have."""
+    """Fill this rank's part with the number that all ranks have, unless parts are summands."""
     target, number = cast("tuple[torch.Tensor, torch.Tensor]", args)
     _check_write(op, target)
+    if not is_dtensor(target) or any(each.is_partial() for each in spec_of(target).placements):
+        return by_torch()
     local_of(target).fill_(number.full_tensor() if isinstance(number, DTensor) else number)
     return target
 
